@@ -144,17 +144,17 @@ def _norm_modulate(graph: Graph, uses: Uses, node: Node) -> Found | None:
     x, normed, eps = node.inputs[0], node.outputs[0], node.attrs["eps"]
     if node.attrs["over"] != x.type.axes[-1:]:
         return None
-    readers = uses.readers.get(id(normed), [])
-    if not readers and id(normed) not in uses.kept:
+    readers = uses.readers.get(normed, [])
+    if not readers and normed not in uses.kept:
         return None
-    modulated = id(normed) not in uses.kept and all(
+    modulated = normed not in uses.kept and all(
         n.op == "modulate" and n.inputs[0] is normed and all(_is_row(v, x) for v in n.inputs[1:])
         for n in readers
     )
     rows = [v for n in readers for v in n.inputs[1:]] if modulated else []
     results = [n.outputs[0] for n in readers] if modulated else [normed]
     gone = [node, *readers] if modulated else [node]
-    residual = uses.makers.get(id(x))
+    residual = uses.makers.get(x)
     found = _gated(graph, uses, residual) if residual is not None else None
     if found is not None:
         more, new, (carried, y, *gate) = found
@@ -235,7 +235,7 @@ def _gated(
     bias: list[Value] = []
     if (sum_ := uses.only(y, "add")) is not None and sum_.inputs[0].type == y.type:
         total, row = sum_.inputs
-        summed = uses.makers.get(id(total))
+        summed = uses.makers.get(total)
         if (summed is None or summed.op == "all_reduce") and row.type.axes == y.type.axes[
             -1:
         ]:  # None: `rotate`'s
@@ -262,13 +262,13 @@ def _by_level(uses: Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node], 
     for v in rows:
         take = uses.only(v, "take")
         if take is not None and take.attrs["axis"] == "levels":
-            takes |= {id(v): take} if set(take.inputs[0].type.axes) <= set(by_level) else {}
-    per_token = [v for v in rows if x.type.axes[1] in v.type.axes and id(v) not in takes]
-    indices = {id(index): index for take in takes.values() for index in take.inputs[1:]}
+            takes |= {v: take} if set(take.inputs[0].type.axes) <= set(by_level) else {}
+    per_token = [v for v in rows if x.type.axes[1] in v.type.axes and v not in takes]
+    indices = {index: index for take in takes.values() for index in take.inputs[1:]}
     if len(indices) != 1 or per_token:
         return [], list(rows)
     return list(takes.values()), [
-        *(takes[id(v)].inputs[0] if id(v) in takes else v for v in rows),
+        *(takes[v].inputs[0] if v in takes else v for v in rows),
         *indices.values(),
     ]
 

@@ -14,55 +14,55 @@ class Uses:
     """Who makes and who reads each value of one graph."""
 
     def __init__(self, graph: Graph):
-        self.nodes: set[int] = set()
-        self.makers: dict[int, Node] = {}
-        self.readers: dict[int, list[Node]] = {}
-        self.kept = {id(v) for v in graph.outputs.values()}
+        self.nodes: set[Node] = set()
+        self.makers: dict[Value, Node] = {}
+        self.readers: dict[Value, list[Node]] = {}
+        self.kept = set(graph.outputs.values())
         # a reader's number is never less than a maker's
-        self.order = {id(node): i for i, node in enumerate(graph.nodes)}
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
         for node in graph.nodes:
             self._add(node)
 
     def _add(self, node: Node) -> None:
-        self.nodes.add(id(node))
-        self.makers |= {id(v): node for v in node.outputs}
+        self.nodes.add(node)
+        self.makers |= dict.fromkeys(node.outputs, node)
         for v in node.inputs:
-            self.readers.setdefault(id(v), []).append(node)
+            self.readers.setdefault(v, []).append(node)
 
     def substitute(self, gone: Sequence[Node], new: Sequence[Node], late: Sequence[Node]) -> None:
         """`new` for `gone`, with `late` behind them."""
-        last = max(self.order[id(node)] for node in gone)
-        self.order |= {id(node): last for node in (*new, *late)}
+        last = max(self.order[node] for node in gone)
+        self.order |= {node: last for node in (*new, *late)}
         for node in gone:
-            self.nodes.remove(id(node))
+            self.nodes.remove(node)
             for v in node.outputs:
-                del self.makers[id(v)]
+                del self.makers[v]
             for v in node.inputs:
-                self.readers[id(v)].remove(node)
+                self.readers[v].remove(node)
         for node in new:
             self._add(node)
 
     def maker(self, value: Value, op: str) -> Node | None:
         """The node that makes `value`, if it is an `op`."""
-        node = self.makers.get(id(value))
+        node = self.makers.get(value)
         return node if node is not None and node.op == op else None
 
     def only(self, value: Value, op: str) -> Node | None:
         """The node that makes `value`, if it is an `op` and one operand of one node reads it."""
-        single = len(self.readers.get(id(value), ())) == 1 and id(value) not in self.kept
+        single = len(self.readers.get(value, ())) == 1 and value not in self.kept
         return self.maker(value, op) if single else None
 
-    def depends(self, value: Value, on: set[int]) -> bool:
+    def depends(self, value: Value, on: set[Node]) -> bool:
         """Whether a result of the nodes `on` goes into `value`."""
         stack, seen = [value], set()
         first = min(self.order[node] for node in on)
         while stack:
-            node = self.makers.get(id(stack.pop()))
-            if node is None or id(node) in seen or self.order[id(node)] < first:
+            node = self.makers.get(stack.pop())
+            if node is None or node in seen or self.order[node] < first:
                 continue
-            if id(node) in on:
+            if node in on:
                 return True
-            seen.add(id(node))
+            seen.add(node)
             stack += node.inputs
         return False
 

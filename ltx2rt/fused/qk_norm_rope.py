@@ -169,9 +169,9 @@ def _qk_pair(graph: Graph, uses: Uses, node: Node) -> Found | None:
         return None
     found = []
     for v in node.inputs:
-        maker = uses.makers.get(id(v))
+        maker = uses.makers.get(v)
         while maker is not None and maker.op in ("rename", "at", "expand", "slice", "concat"):
-            maker = uses.makers.get(id(maker.inputs[0]))
+            maker = uses.makers.get(maker.inputs[0])
         if maker is not None and maker.op in NORMED and len(maker.outputs) == 1:
             found.append(maker)
     if len(found) != 2 or found[0] is found[1]:
@@ -196,10 +196,10 @@ def _spread(graph: Graph, uses: Uses, node: Node) -> Found | None:
     if keys is None or values is None or keys[1] != values[1]:
         return None
     (k, where, gone), (v, _, others) = keys, values
-    norm = uses.makers.get(id(k))
+    norm = uses.makers.get(k)
     if norm is None or norm.op not in ("qk_norm", "qk_scale") or k not in norm.outputs[1:]:
         return None
-    others_read = set(map(id, uses.readers[id(k)])) - set(map(id, gone))
+    others_read = set(uses.readers[k]) - set(gone)
     if v.type != k.type or len(where) > SPREAD or others_read:
         return None
     outputs = (norm.outputs[0], *node.inputs[1:3])
@@ -216,7 +216,7 @@ def _gathered(uses: Uses, value: Value) -> tuple[Value, tuple[int, ...], list[No
     if any(s is None or s.args["dim"] != 0 or s.args["step"] != 1 for s in slices):
         return None
     found = [s for s in slices if s is not None]
-    if len({id(s.inputs[0]) for s in found}) > 1:
+    if len({s.inputs[0] for s in found}) > 1:
         return None
     where = tuple(i for s in found for i in range(s.args["start"], s.args["stop"]))
     return found[0].inputs[0], where, [joined, *found]

@@ -66,30 +66,28 @@ def snakes(graph: Graph, uses: Uses, node: Node) -> Found | None:
         return None
     gone, bound = found
     names = ("upsample.filter", "downsample.lowpass.filter", "act.alpha", "act.beta")
-    operands = [
-        bound[id(v)] for v in (pattern.inputs["x"], *(pattern.params[name] for name in names))
-    ]
+    operands = [bound[v] for v in (pattern.inputs["x"], *(pattern.params[name] for name in names))]
     return gone, [node_of("snake_beta", operands, node.outputs, eps=vocoder.SNAKE_EPS)]
 
 
 def _unified(
     uses: Uses, pattern: Graph, result: Value
-) -> tuple[list[Node], dict[int, Value]] | None:
+) -> tuple[list[Node], dict[Value, Value]] | None:
     """The nodes that make `result` as `pattern` makes its one output, and the value that each of
     its values is here.
 
     None if they do not, or if something else reads a value in between.
     """
-    makers = {id(v): node for node in pattern.nodes for v in node.outputs}
+    makers = pattern.makers()
     (output,) = pattern.outputs.values()
-    bound: dict[int, Value] = {}
+    bound: dict[Value, Value] = {}
     nodes: list[Node] = []
     waiting = [(output, result)]
     while waiting:
         wanted, value = waiting.pop()
-        if bound.setdefault(id(wanted), value) is not value or wanted.type != value.type:
+        if bound.setdefault(wanted, value) is not value or wanted.type != value.type:
             return None
-        maker, node = makers.get(id(wanted)), uses.makers.get(id(value))
+        maker, node = makers.get(wanted), uses.makers.get(value)
         if maker is None or any(node is n for n in nodes):
             continue
         if node is None or (node.op, node.attrs) != (maker.op, maker.attrs):
@@ -98,9 +96,9 @@ def _unified(
             return None
         nodes.append(node)
         waiting += zip(maker.inputs, node.inputs, strict=True)
-    inside = {id(node) for node in nodes}
+    inside = {node for node in nodes}
     between = [v for node in nodes for v in node.outputs if v is not result]
     for v in between:
-        if id(v) in uses.kept or not inside.issuperset(map(id, uses.readers[id(v)])):
+        if v in uses.kept or not inside.issuperset(uses.readers[v]):
             return None
     return nodes, bound

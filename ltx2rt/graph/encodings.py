@@ -167,10 +167,6 @@ def _scaled(o: Any, q: Any, scale: Any) -> Any:
     return o.cast(q.reshape(n, groups, size // groups), "float32") * scale[:, :, None]
 
 
-def _q8_0(o: Any, b: Any) -> Any:
-    return _scaled(o, o.bits(b[:, 2:], "int8"), _half(o, b, 0))
-
-
 def _q4_0(o: Any, b: Any) -> Any:
     return _scaled(o, _signed(o, _nibbles(o, b[:, 2:]), 8), _half(o, b, 0))
 
@@ -201,10 +197,6 @@ def _k(o: Any, b: Any, q: Any) -> Any:
     minima = o.stack([second & 63, third >> 4 | (second >> 6) << 4], 1)
     scales, minima = (o.cast(x.reshape(b.shape[0], 8), "float32") for x in (scales, minima))
     return _scaled(o, q, _half(o, b, 0) * scales) - (_half(o, b, 2) * minima)[:, :, None]
-
-
-def _q4_k(o: Any, b: Any) -> Any:
-    return _k(o, b, _nibbles(o, b[:, 16:], 32))
 
 
 def _q5_k(o: Any, b: Any) -> Any:
@@ -337,10 +329,10 @@ ENCODINGS = _Encodings(
         _gguf("Q4_1", 32, 20, _q4_1, 0, 2),
         _gguf("Q5_0", 32, 22, _q5_0, 0),
         _gguf("Q5_1", 32, 24, _q5_1, 0, 2),
-        _gguf("Q8_0", 32, 34, _q8_0, 0),
+        _gguf("Q8_0", 32, 34, lambda o, b: _scaled(o, o.bits(b[:, 2:], "int8"), _half(o, b, 0)), 0),
         _gguf("Q2_K", 256, 84, _q2_k, 80, 82),
         _gguf("Q3_K", 256, 110, _q3_k, 108),
-        _gguf("Q4_K", 256, 144, _q4_k, 0, 2),
+        _gguf("Q4_K", 256, 144, lambda o, b: _k(o, b, _nibbles(o, b[:, 16:], 32)), 0, 2),
         _gguf("Q5_K", 256, 176, _q5_k, 0, 2),
         _gguf("Q6_K", 256, 210, _q6_k, 208),
         _gguf("IQ4_NL", 32, 18, _iq4_nl, 0),

@@ -73,7 +73,7 @@ def _parameter(
 def _run(
     graph: Graph, params: Arrays, inputs: list[Devices], layer: int | None, grid: Grid
 ) -> list[Devices]:
-    env = {id(v): devices for v, devices in zip(graph.inputs.values(), inputs, strict=True)}
+    env = {v: devices for v, devices in zip(graph.inputs.values(), inputs, strict=True)}
     layouts = graph.all_layouts()
     for name, v in graph.params.items():
         axes = [axis for _, axis, _ in layouts[name].splits]
@@ -82,9 +82,9 @@ def _run(
             c: _parameter(params, layouts[name], dict(zip(axes, c, strict=True)), layer)
             for c in set(coordinates)
         }
-        env[id(v)] = [found[c].astype(NUMPY_DTYPES[v.type.dtype]) for c in coordinates]
+        env[v] = [found[c].astype(NUMPY_DTYPES[v.type.dtype]) for c in coordinates]
     for node in graph.nodes:
-        operands = [env[id(v)] for v in node.inputs]
+        operands = [env[v] for v in node.inputs]
         run = partial(_repeat, params) if node.op == "repeat" else _apply
         results = run(node, operands, grid)
         for v, devices in zip(node.outputs, results, strict=True):
@@ -92,8 +92,8 @@ def _run(
                 assert array.shape == v.type.shape, (
                     f"{graph.name}: {node.op} gave {array.shape}, typed {v.type}"
                 )
-            env[id(v)] = devices
-    return [env[id(v)] for v in graph.outputs.values()]
+            env[v] = devices
+    return [env[v] for v in graph.outputs.values()]
 
 
 def _apply(node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:

@@ -117,6 +117,22 @@ class Node:
         return self.args["repeat"]
 
 
+class Replaced(dict[Value, Value]):
+    """Values of a new graph by those of an old one; any other value stands for itself."""
+
+    def __missing__(self, v: Value) -> Value:
+        return v
+
+    def node(self, node: Node) -> Node:
+        """The node on the new values; itself if it reads none."""
+        inputs = tuple(self[v] for v in node.inputs)
+        return node if inputs == node.inputs else replace(node, inputs=inputs)
+
+    def outputs(self, graph: Graph) -> dict[str, Value]:
+        """The graph's outputs."""
+        return {name: self[v] for name, v in graph.outputs.items()}
+
+
 def rewrite(node: Node, change: Callable[[Graph], Graph]) -> Node:
     """`node` itself, or a repeat with its body changed by `change`."""
     if node.op != "repeat":
@@ -262,6 +278,18 @@ class Graph:
         yield from (v for node in self.nodes for v in node.inputs)
         yield from self.outputs.values()
 
+    def makers(self) -> dict[Value, Node]:
+        """The node that makes each value."""
+        return {v: node for node in self.nodes for v in node.outputs}
+
+    def readers(self) -> dict[Value, list[Node]]:
+        """The nodes that read each value, one of them as often as it does."""
+        found: dict[Value, list[Node]] = {}
+        for node in self.nodes:
+            for v in node.inputs:
+                found.setdefault(v, []).append(node)
+        return found
+
     @property
     def repeats(self) -> list[Repeat]:
         return [node.repeat for node in self.nodes if node.op == "repeat"]
@@ -295,25 +323,15 @@ class Graph:
 
 def subgraphs(graph: Graph, groups: Sequence[Sequence[Node]]) -> list[Graph]:
     """A graph for each group of nodes; its inputs and outputs are values of `graph`."""
-    readers: dict[int, list[Node]] = {}
-    for node in graph.nodes:
-        for v in node.inputs:
-            readers.setdefault(id(v), []).append(node)
-    kept = {id(v) for v in graph.outputs.values()}
+    readers, kept = graph.readers(), set(graph.outputs.values())
 
     def numbered(values: Iterable[Value]) -> dict[str, Value]:
         return {str(i): v for i, v in enumerate(values)}
 
     def subgraph(nodes: Sequence[Node]) -> Graph:
-        inside, made = set(map(id, nodes)), [v for node in nodes for v in node.outputs]
-        read = {id(v): v for node in nodes for v in node.inputs}
-        for v in made:
-            read.pop(id(v), None)
-
-        def leaves(v: Value) -> bool:
-            return id(v) in kept or not inside.issuperset(map(id, readers.get(id(v), ())))
-
-        outputs = numbered(filter(leaves, made))
-        return Graph(graph.name, numbered(read.values()), nodes=list(nodes), outputs=outputs)
+        inside, made = set(nodes), [v for node in nodes for v in node.outputs]
+        read = dict.fromkeys(v for node in nodes for v in node.inputs if v not in set(made))
+        leaving = (v for v in made if v in kept or not inside.issuperset(readers.get(v, ())))
+        return Graph(graph.name, numbered(read), nodes=list(nodes), outputs=numbered(leaving))
 
     return [subgraph(nodes) for nodes in groups]

@@ -91,7 +91,8 @@ def _windows(x, kernel, stride, dilation):
 
 
 def conv_flops(node: Node) -> int:
-    return 2 * node.outputs[0].type.num_elements * math.prod(node.inputs[1].type.shape[1:])
+    wide = node.inputs[0] if node.op == "conv_transpose" else node.outputs[0]
+    return 2 * wide.type.num_elements * math.prod(node.inputs[1].type.shape[1:])
 
 
 def _numpy_conv(x, weight, bias=None, *, stride, dilation):
@@ -123,10 +124,6 @@ def conv(x: Type, weight: Type, bias: Type | None = None, *, stride: Spatial, di
     return Type(x.axes, shape, x.dtype), {"stride": stride, "dilation": dilation}
 
 
-def _conv_transpose_flops(node: Node) -> int:
-    return 2 * node.inputs[0].type.num_elements * math.prod(node.inputs[1].type.shape[1:])
-
-
 def _numpy_conv_transpose(x, weight, bias=None, *, stride):
     b, _, t = x.shape
     k = weight.shape[2]
@@ -137,7 +134,7 @@ def _numpy_conv_transpose(x, weight, bias=None, *, stride):
     return y if bias is None else y + bias[:, None]
 
 
-@op(_numpy_conv_transpose, flops=_conv_transpose_flops)
+@op(_numpy_conv_transpose, flops=conv_flops)
 def conv_transpose(x: Type, weight: Type, bias: Type | None = None, *, stride: int):
     """Uncropped 1-D transposed convolution: x (B, channels, time), weight (in, out, kernel)."""
     _same_dtype(x, weight, *([bias] if bias else []))

@@ -119,10 +119,7 @@ def _binary(name: str, numpy: Callable[..., np.ndarray]) -> None:
         shape = tuple(max(n, m) for n, m in zip(*views, strict=True))
         return Type(axes, shape, dtype), {"views": views}
 
-    def numpy_definition(x, y, views):
-        return numpy(x.reshape(views[0]), y.reshape(views[1]))
-
-    OPS[name] = Op(name, rule, numpy_definition)
+    OPS[name] = Op(name, rule, lambda x, y, views: numpy(x.reshape(views[0]), y.reshape(views[1])))
 
 
 BINARY = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}
@@ -215,16 +212,8 @@ def _reduction(name: str, numpy: Callable[..., np.ndarray]) -> None:
     OPS[name] = Op(name, rule, numpy)
 
 
-def _total(x, dims):
-    return x.sum(dims)
-
-
-def _average(x, dims):
-    return x.mean(dims)
-
-
-_reduction("sum", _total)
-_reduction("mean", _average)
+_reduction("sum", lambda x, dims: x.sum(dims))
+_reduction("mean", lambda x, dims: x.mean(dims))
 _reduction("max", lambda x, dims: x.max(dims))
 _reduction("min", lambda x, dims: x.min(dims))
 
@@ -265,11 +254,7 @@ def transpose(x: Type, *, axes: Axes):
     return Type(tuple(axes), tuple(x.shape[i] for i in perm), x.dtype), {"perm": perm}
 
 
-def _same(x):
-    return x
-
-
-@op(_same)
+@op(lambda x: x)
 def rename(x: Type, *, names: dict[str, str]):
     return Type(tuple(names.get(a, a) for a in x.axes), x.shape, x.dtype), {}
 
@@ -326,8 +311,7 @@ def expand(x: Type, *, axis: str, size: int, before: str | None = None):
 
 
 def _numpy_pad(x, widths, mode):
-    kind: Any = {"zeros": "constant"}.get(mode, mode)
-    return np.pad(x, widths, mode=kind)
+    return np.pad(x, widths, mode="constant" if mode == "zeros" else mode)
 
 
 @op(_numpy_pad)

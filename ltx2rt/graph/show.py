@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from ltx2rt.graph.ir import Graph, Node, Type
+from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.graph.ops import COLLECTIVES
 
 FORMATS = ("text", "dot", "json")
@@ -71,26 +71,26 @@ def _dot(graph: Graph) -> str:
     lines = ["digraph {", "  node [shape=box, fontname=monospace];"]
     serial = 0
 
-    def emit(graph: Graph, indent: str, env: dict[int, str]) -> None:
+    def emit(graph: Graph, indent: str, env: dict[Value, str]) -> None:
         nonlocal serial
         for node in graph.nodes:
             serial += 1
             me = f"n{serial}"
             lines.append(f'{indent}{me} [label="{node.op}\\n{node.outputs[0].type}"];')
             for v in node.inputs:
-                if id(v) in env:
-                    lines.append(f"{indent}{env[id(v)]} -> {me};")
+                if v in env:
+                    lines.append(f"{indent}{env[v]} -> {me};")
             if node.op == "repeat":
                 body = node.repeat.body
                 lines.append(f'{indent}subgraph cluster_{me} {{ label="x{node.repeat.count}";')
-                emit(body, indent + "  ", {id(v): me for v in body.inputs.values()})
+                emit(body, indent + "  ", {v: me for v in body.inputs.values()})
                 lines.append(f"{indent}}}")
-            env |= {id(v): me for v in node.outputs}
+            env |= {v: me for v in node.outputs}
 
     env = {}
     for name, v in graph.inputs.items():
         serial += 1
-        env[id(v)] = f"n{serial}"
+        env[v] = f"n{serial}"
         lines.append(f'  n{serial} [label="{name}\\n{v.type}", style=dashed];')
     emit(graph, "  ", env)
     return "\n".join([*lines, "}"]) + "\n"

@@ -196,38 +196,25 @@ class Ops:
         under `prefix`, in which `*` is the iteration (see `numbered`), from `first` on. Returns the
         final carry and the stacked outputs.
         """
-        invariant, data = invariant or {}, data or {}
         inner = Graph(f"{self.graph.name}.{prefix.rstrip('.') or 'body'}")
-        o = Ops(inner, self.dtype, self.prefix + prefix)
-        inputs: dict[str, dict[str, Term]] = {"carry": {}, "invariant": {}, "data": {}}
-        for kind, values in (("carry", carry), ("invariant", invariant), ("data", data)):
-            for name, value in values.items():
-                t = value.type
-                if name in inner.inputs:
-                    raise GraphError(f"repeat: {name} is given twice")
-                if kind == "data":
-                    if t.axes[0] != "layers" or t.shape[0] != count:
-                        raise GraphError(
-                            f"repeat: data {name} is {t}, expected a leading axis layers={count}"
-                        )
-                    t = t.unstacked()
-                inner.inputs[name] = inputs[kind][name] = o.term(name, t)
-        new_carry, outputs = body(o, inputs["carry"], inputs["invariant"], inputs["data"])
-        for name, value in carry.items():
-            if new_carry[name].type != value.type:
-                raise GraphError(
-                    f"repeat: carry {name} enters as {value.type} and leaves as "
-                    f"{new_carry[name].type}"
-                )
+        o, groups = Ops(inner, self.dtype, self.prefix + prefix), []
+        for values in (carry, invariant or {}, data or {}):
+            if twice := inner.inputs.keys() & values.keys():
+                raise GraphError(f"repeat: {', '.join(twice)} is given twice")
+            stacked = values is data
+            types = {n: v.type.unstacked() if stacked else v.type for n, v in values.items()}
+            groups.append({name: o.term(name, type) for name, type in types.items()})
+            inner.inputs |= groups[-1]
+        new_carry, outputs = body(o, *groups)
         inner.outputs = {name: new_carry[name] for name in carry} | outputs
-        verify(inner)
         types = {name: value.type for name, value in carry.items()}
         types |= {name: value.type.stacked("layers", count) for name, value in outputs.items()}
         results = {name: self.term(f"%{next(self.graph.serial)}", t) for name, t in types.items()}
-        args = {"repeat": Repeat(inner, count, len(carry), len(invariant), first=first)}
-        operands = (*carry.values(), *invariant.values(), *data.values())
+        repeat = Repeat(inner, count, len(carry), len(invariant or {}), first=first)
+        operands = (*carry.values(), *(invariant or {}).values(), *(data or {}).values())
+        made = tuple(results.values())
         self.graph.nodes.append(
-            Node("repeat", operands, tuple(results.values()), {"count": count}, args)
+            Node("repeat", operands, made, {"count": count}, {"repeat": repeat})
         )
         return {n: results[n] for n in carry}, {n: results[n] for n in outputs}
 

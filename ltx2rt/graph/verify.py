@@ -10,7 +10,7 @@ from ltx2rt.graph.ops import OPS
 
 def verify(graph: Graph) -> Graph:
     """`graph`. Raises GraphError unless it is legal: if a body uses a value of an outer graph."""
-    known = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
+    known = {*graph.inputs.values(), *graph.params.values()}
     if unmade := [name for name in graph.params if name.startswith("%")]:
         raise GraphError(
             f"{graph.name}: {unmade[0]} is declared as a parameter, but is the name of a node's "
@@ -18,7 +18,7 @@ def verify(graph: Graph) -> Graph:
         )
     for node in graph.nodes:
         for value in node.inputs:
-            if id(value) not in known:
+            if value not in known:
                 raise GraphError(
                     f"{graph.name}: {node.op} reads {value.name}: {value.type}, which this graph "
                     "does not define; pass it to repeat as carry, invariant or data"
@@ -35,9 +35,9 @@ def verify(graph: Graph) -> Graph:
                     f"{graph.name}: {node.op} is typed {_list(typed)}, its rule says {_list(types)}"
                 )
             node.mark_typed()
-        known.update(id(v) for v in node.outputs)
+        known.update(node.outputs)
     for name, value in graph.outputs.items():
-        if id(value) not in known:
+        if value not in known:
             raise GraphError(f"{graph.name}: output {name} is not defined in this graph")
     return graph
 

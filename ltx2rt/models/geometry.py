@@ -78,17 +78,15 @@ class Geometry:
     @property
     def sound_s(self) -> Fraction:
         """Seconds of sound from the audio latents: some 0.03 s less than the frames."""
-        mel_frames = (self.audio_latents - 1) * self.audio_time_factor + 1
-        return Fraction(mel_frames * self.mel_hop, self.mel_sample_rate)
+        return Fraction(self.mel_frames * self.mel_hop, self.mel_sample_rate)
+
+    @property
+    def mel_frames(self) -> int:
+        return (self.audio_latents - 1) * self.audio_time_factor + 1
 
     def mel_shape(self, audio: AudioVaeConfig) -> tuple[int, ...]:
         """[1, 2, T, 64] of the mel spectrogram that the audio latents decode to."""
-        return (
-            1,
-            audio.out_channels,
-            (self.audio_latents - 1) * self.audio_time_factor + 1,
-            audio.mel_bins,
-        )
+        return (1, audio.out_channels, self.mel_frames, audio.mel_bins)
 
 
 def latent_frames(num_frames: int, time_factor: int) -> int:
@@ -129,17 +127,21 @@ def unpack_audio(tokens: np.ndarray, geometry: Geometry) -> np.ndarray:
     )
 
 
-def video_positions(geometry: Geometry) -> np.ndarray:
-    """Position bounds of the target tokens: f32[3, T, 2], axes (seconds, pixel row, pixel column),
+def video_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> np.ndarray:
+    """Position bounds of a video's tokens: f32[3, T, 2], axes (seconds, pixel row, pixel column),
     last (start, end). Latent frame 0 covers only pixel frame 0, frame t the pixel frames [8t-7,
-    8t+1): scale by 8, add 1 - 8, clamp at 0."""
-    g = geometry
-    pixel_bounds = _causal(_bounds(g.frames, g.time_factor), g.time_factor)
-    return _grid(
-        pixel_bounds / np.float32(float(g.fps)),
-        _bounds(g.rows, g.space_factor),
-        _bounds(g.columns, g.space_factor),
-    )
+    8t+1): scale by 8, add 1 - 8, clamp at 0.
+
+    downscale, stride: of a reference video, in its geometry at the clip's rate: its rows and
+    columns are spread over pixels `downscale` times as large, its frames over seconds `stride`
+    times as long, all but the first moved back to the frames that were kept: 0, 1, 1 + stride, ...
+    """
+    g, fps = geometry, float(geometry.fps)
+    seconds = _causal(_bounds(g.frames, g.time_factor), g.time_factor) / np.float32(fps / stride)
+    if stride != 1:
+        seconds = np.maximum(seconds - np.float32((stride - 1) / fps), 0)
+    space = g.space_factor * downscale
+    return _grid(seconds, _bounds(g.rows, space), _bounds(g.columns, space))
 
 
 def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
@@ -148,19 +150,6 @@ def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
     g = geometry
     seconds = np.array([[frame, frame + 1]], np.float32) / np.float32(float(g.fps))
     return _grid(seconds, _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor))
-
-
-def reference_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> np.ndarray:
-    """Position bounds of a reference video's tokens, f32[3, f*h*w, 2], in its geometry at the
-    clip's rate. Its rows and columns are spread over pixels `downscale` times as large, its frames
-    over seconds `stride` times as long, all but the first moved back to the frames that were kept:
-    0, 1, 1 + stride, ..."""
-    g, fps = geometry, float(geometry.fps)
-    seconds = _causal(_bounds(g.frames, g.time_factor), g.time_factor) / np.float32(fps / stride)
-    if stride != 1:
-        seconds = np.maximum(seconds - np.float32((stride - 1) / fps), 0)
-    space = g.space_factor * downscale
-    return _grid(seconds, _bounds(g.rows, space), _bounds(g.columns, space))
 
 
 def audio_positions(geometry: Geometry) -> np.ndarray:

@@ -17,7 +17,7 @@ import re
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from ltx2rt.graph.ir import Graph, Layout, Node, Value, numbered, rewrite
+from ltx2rt.graph.ir import Graph, Layout, Node, Replaced, Value, numbered, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 from ltx2rt.passes.dropout import Dropout
@@ -78,15 +78,14 @@ def tensors(targets: Collection[str], blocks: int) -> list[str]:
 
 def _body(body: Graph, adapters: Adapters, drop: Dropout | None) -> Graph:
     result = replace(body, nodes=[], params=dict(body.params), layouts=dict(body.layouts))
-    layouts, env = body.all_layouts(), {}
-    for node in body.nodes:
-        node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
+    layouts, env = body.all_layouts(), Replaced()
+    for node in map(env.node, body.nodes):
         weight = node.inputs[1].name if node.op == "linear" else ""
         if weight.removesuffix(".weight") in adapters.targets:
-            env[id(node.outputs[0])] = _beside(result, node, layouts[weight], adapters, drop)
+            env[node.outputs[0]] = _beside(result, node, layouts[weight], adapters, drop)
         else:
             result.nodes.append(node)
-    result.outputs = {name: env.get(id(v), v) for name, v in body.outputs.items()}
+    result.outputs = env.outputs(body)
     return result
 
 

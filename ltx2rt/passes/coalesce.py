@@ -22,23 +22,23 @@ def coalesce(graph: Graph) -> Graph:
 
 def _schedule(graph: Graph) -> list[Node]:
     """List scheduling in the original order, collectives held back until they block everything."""
-    ready = {id(v) for v in (*graph.inputs.values(), *graph.params.values())}
+    ready = {*graph.inputs.values(), *graph.params.values()}
     waiting = [rewrite(node, coalesce) for node in graph.nodes]
     ordered: list[Node] = []
     while waiting:
         held: list[Node] = []
         left: list[Node] = []
         for node in waiting:
-            if not all(id(v) in ready for v in node.inputs):
+            if not ready.issuperset(node.inputs):
                 left.append(node)
             elif node.op == "all_reduce":
                 held.append(node)
             else:
                 ordered.append(node)
-                ready.update(id(v) for v in node.outputs)
+                ready.update(node.outputs)
         merged = together(held)
         ordered += merged
-        ready.update(id(v) for node in merged for v in node.outputs)
+        ready.update(v for node in merged for v in node.outputs)
         assert held or len(left) < len(waiting), (
             f"{graph.name}: nodes depend on each other in a circle"
         )
@@ -51,7 +51,7 @@ def together(nodes: Sequence[Node]) -> list[Node]:
     groups: dict[tuple, list[Node]] = {}
     for node in nodes:
         reduces = node.op == "all_reduce"
-        key = (node.attrs["mesh_axis"], node.inputs[0].type.dtype) if reduces else (id(node),)
+        key = (node.attrs["mesh_axis"], node.inputs[0].type.dtype) if reduces else (node,)
         groups.setdefault(key, []).append(node)
     return [found[0] if len(found) == 1 else _all_reduce(found) for found in groups.values()]
 

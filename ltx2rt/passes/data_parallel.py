@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Value
+from ltx2rt.graph.ir import Graph, Replaced, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -20,18 +20,17 @@ def data_parallel(graph: Graph, axis: str, mesh_axis: str, parts: int) -> Graph:
     if parts == 1:
         return graph
     result = replace(graph, nodes=[], inputs={}, outputs={}, mesh={mesh_axis: parts, **graph.mesh})
-    cut: dict[int, Value] = {}
+    cut = Replaced()
     for name, v in graph.inputs.items():
         result.inputs[name] = v
         if axis in v.type.axes:
             result.inputs[name] = Value(name, v.type.resized(axis, v.type.size(axis) * parts))
-            cut[id(v)] = emit(
+            cut[v] = emit(
                 result, "shard", result.inputs[name], axis=axis, mesh_axis=mesh_axis, parts=parts
             )
-    for node in graph.nodes:
-        result.nodes.append(replace(node, inputs=tuple(cut.get(id(v), v) for v in node.inputs)))
+    result.nodes += map(cut.node, graph.nodes)
     for name, v in graph.outputs.items():
-        whole = cut.get(id(v), v)
+        whole = cut[v]
         if axis in v.type.axes:
             whole = emit(result, "all_gather", whole, axis=axis, mesh_axis=mesh_axis, parts=parts)
         result.outputs[name] = whole

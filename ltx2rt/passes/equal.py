@@ -61,34 +61,33 @@ class Segment:
 class Analysis:
     """Which entries of a graph's values are equal, and which are needed.
 
-    numbers: by id of a value, its entries' along TRACKED axes; two of one number are equal.
-    constants: by number. by_entry: ids of the nodes that make every entry of a result from the same
-    entry of their operands. same: by id of a node, its operand that is the result; kept: by id of a
-    node that leaves the first entries of its first operand as they are and makes the others 0, how
-    many these are. segments: by id of a repeat. needed, computed: by id of a value, its entries
+    numbers: by value, its entries' along TRACKED axes; two of one number are equal.
+    constants: by number. by_entry: the nodes that make every entry of a result from the same
+    entry of their operands. same: by node, its operand that is the result; kept: by a node
+    that leaves the first entries of its first operand as they are and makes the others 0, how
+    many these are. segments: by repeat. needed, computed: by value, its entries
     along the batch that are read, and that there will be.
     """
 
     def __init__(self, graph: Graph, patterns: Sequence[Pattern] | None = None):
         """patterns: of the inputs, if they have equal entries."""
         self.graph, self.is_body = graph, patterns is not None
-        self.numbers: dict[int, np.ndarray] = {}
+        self.numbers: dict[Value, np.ndarray] = {}
         self.constants: dict[int, float] = {}
-        self.by_entry: set[int] = set()
-        self.same: dict[int, int] = {}
-        self.kept: dict[int, int] = {}
-        self.segments: dict[int, list[Segment]] = {}
+        self.by_entry: set[Node] = set()
+        self.same: dict[Node, int] = {}
+        self.kept: dict[Node, int] = {}
+        self.segments: dict[Node, list[Segment]] = {}
         self._known: dict[Hashable, int] = {}
-        self._leaders: dict[int, list[int]] = {}
+        self._leaders: dict[Value, list[int]] = {}
         for i, v in enumerate(graph.inputs.values()):
             shape = tuple(_tracked(v.type).values())
             labels = range(math.prod(shape)) if patterns is None else patterns[i]
             found = [
-                self._constant(x[1]) if isinstance(x, tuple) else self._number(id(v), x)
-                for x in labels
+                self._constant(x[1]) if isinstance(x, tuple) else self._number(v, x) for x in labels
             ]
-            self.numbers[id(v)] = np.array(found).reshape(shape)
-        self.numbers |= {id(v): np.array(self._number(id(v))) for v in graph.params.values()}
+            self.numbers[v] = np.array(found).reshape(shape)
+        self.numbers |= {v: np.array(self._number(v)) for v in graph.params.values()}
         for node in graph.nodes:
             self._repeat(node) if node.op == "repeat" else self._node(node)
         self.needed = self._needed()
@@ -97,7 +96,7 @@ class Analysis:
     @property
     def saves(self) -> bool:
         """Whether some matrix product or attention is needed for less than the whole batch."""
-        heavy = (n.outputs[0] for n in self.graph.nodes if n.op in HEAVY and id(n) in self.by_entry)
+        heavy = (n.outputs[0] for n in self.graph.nodes if n.op in HEAVY and n in self.by_entry)
         inner = (s.found.saves for segments in self.segments.values() for s in segments)
         return any(len(self.leaders(v)) < num_entries(v) for v in heavy) or any(inner)
 
@@ -109,14 +108,14 @@ class Analysis:
         """For each entry the first equal one; for an entry that is not computed, any."""
         if BATCH not in v.type.axes:
             return []
-        if id(v) not in self._leaders:
-            self._leaders[id(v)] = self._leader(v)
-        return self._leaders[id(v)]
+        if v not in self._leaders:
+            self._leaders[v] = self._leader(v)
+        return self._leaders[v]
 
     def _leader(self, v: Value) -> list[int]:
-        numbers = np.moveaxis(self.numbers[id(v)], list(_tracked(v.type)).index(BATCH), 0)
+        numbers = np.moveaxis(self.numbers[v], list(_tracked(v.type)).index(BATCH), 0)
         keys = [tuple(n) for n in numbers.reshape(len(numbers), -1).tolist()]
-        first = {keys[b]: b for b in sorted(self.computed[id(v)], reverse=True)}
+        first = {keys[b]: b for b in sorted(self.computed[v], reverse=True)}
         return [first.get(key, min(first.values(), default=0)) for key in keys]
 
     def where(self, v: Value) -> tuple[int, ...]:
@@ -140,12 +139,12 @@ class Analysis:
             views = [view for u in operands if (view := self._view(u, axes)) is not None]
             if named or len(views) < len(operands):
                 found = self._moved(node, axes)
-                self.numbers[id(v)] = self._fresh(node, i) if found is None else found
+                self.numbers[v] = self._fresh(node, i) if found is None else found
                 continue
             entries = zip(*(view.ravel().tolist() for view in views), strict=True)
             found = [self._entry(node, i, entry) for entry in entries]
-            self.numbers[id(v)] = np.array(found).reshape(tuple(axes.values()))
-            self.by_entry |= {id(node)} if BATCH in axes else set()
+            self.numbers[v] = np.array(found).reshape(tuple(axes.values()))
+            self.by_entry |= {node} if BATCH in axes else set()
         if node.op in ("mul", "select"):
             self._shorten(node)
 
@@ -154,7 +153,7 @@ class Analysis:
         own, order = _tracked(v.type), iter(axes.items())
         if not all(item in order for item in own.items()):
             return None
-        numbers = self.numbers[id(v)].reshape([own.get(a, 1) for a in axes])
+        numbers = self.numbers[v].reshape([own.get(a, 1) for a in axes])
         return np.broadcast_to(numbers, tuple(axes.values()))
 
     def _entry(self, node: Node, i: int, operands: tuple[int, ...]) -> int:
@@ -166,14 +165,14 @@ class Analysis:
             return operands[1 if known[0] else 2]
         if node.op == "mul" and known[1] in (0, 1):
             return operands[0 if known[1] else 1]
-        return self._number(id(node), i, operands)
+        return self._number(node, i, operands)
 
     def _moved(self, node: Node, axes: dict[str, int]) -> np.ndarray | None:
         """Numbers of a result that only moves entries along TRACKED axes, else None."""
         shape, axis = tuple(axes.values()), node.attrs.get("axis")
         if node.op == "full":
             return np.full(shape, self._constant(float(node.attrs["value"])))
-        given = [self.numbers[id(v)] for v in node.inputs]
+        given = [self.numbers[v] for v in node.inputs]
         if node.op in ("split", "merge", "rename") and _named(node) <= {*node.attrs, *TRACKED}:
             return given[0].reshape(shape)
         if axis not in TRACKED:
@@ -196,31 +195,31 @@ class Analysis:
     def _fresh(self, node: Node, i: int) -> np.ndarray:
         """Numbers of a result of which no two entries are known to be equal."""
         shape = tuple(_tracked(node.outputs[i].type).values())
-        found = [self._number(id(node), i, "entry", n) for n in range(math.prod(shape))]
+        found = [self._number(node, i, "entry", n) for n in range(math.prod(shape))]
         return np.array(found).reshape(shape)
 
     def _shorten(self, node: Node) -> None:
         """Find that the result is an operand, or begins as the first one and ends in zeros."""
         result, by = node.outputs[0], node.inputs[0 if node.op == "select" else 1]
-        known = [self.constants.get(n, math.nan) for n in self.numbers[id(by)].ravel().tolist()]
+        known = [self.constants.get(n, math.nan) for n in self.numbers[by].ravel().tolist()]
         if node.op == "select":
             same = 1 if all(n == 1 for n in known) else 2 if not any(known) else None
         else:
             same = 0 if all(n == 1 for n in known) else None
         if same is not None and node.inputs[same].type == result.type:
-            self.same[id(node)] = same
+            self.same[node] = same
         elif by.type.axes == (BATCH,) and node.inputs[0].type == result.type:
             ones = known.count(1)
             if node.op == "mul" and ones and known == [1.0] * ones + [0.0] * (len(known) - ones):
-                self.kept[id(node)] = ones
+                self.kept[node] = ones
 
     def _repeat(self, node: Node) -> None:
         """Number each iteration; consecutive ones with the same equal entries are a segment."""
         repeat = node.repeat
         if repeat.axis not in TRACKED or len(node.outputs) > repeat.num_carries:
-            self.numbers |= {id(v): self._fresh(node, i) for i, v in enumerate(node.outputs)}
+            self.numbers |= {v: self._fresh(node, i) for i, v in enumerate(node.outputs)}
             return
-        carry, invariant, data = repeat.divide([self.numbers[id(v)] for v in node.inputs])
+        carry, invariant, data = repeat.divide([self.numbers[v] for v in node.inputs])
         made: dict[tuple[Pattern, ...], Analysis] = {}
 
         def body(carry: Sequence[np.ndarray], data: Iterable[np.ndarray]) -> Analysis:
@@ -231,13 +230,13 @@ class Analysis:
 
         # first iteration, its carries, its signature
         runs: list[tuple[int, Sequence[np.ndarray], Hashable]] = []
-        carry = [self._renumbered((id(node), j), x) for j, x in enumerate(carry)]
+        carry = [self._renumbered((node, j), x) for j, x in enumerate(carry)]
         for i in range(repeat.count):
             while True:  # until entries differ wherever exits do
                 found = body(carry, (n[i] for n in data))
-                results = (found.numbers[id(v)] for v in repeat.body.outputs.values())
+                results = (found.numbers[v] for v in repeat.body.outputs.values())
                 pairs = zip(carry, results, strict=True)
-                finer = [self._renumbered(id(node), x, y) for x, y in pairs]
+                finer = [self._renumbered(node, x, y) for x, y in pairs]
                 if [len(np.unique(x)) for x in carry] == [len(np.unique(x)) for x in finer]:
                     break
                 carry = finer
@@ -245,10 +244,10 @@ class Analysis:
             if not runs or runs[-1][2] != signature:
                 runs.append((i, carry, signature))
         self.numbers |= {
-            id(v): self._renumbered(id(v), x) for v, x in zip(node.outputs, carry, strict=True)
+            v: self._renumbered(v, x) for v, x in zip(node.outputs, carry, strict=True)
         }
         stops = [*(first for first, *_ in runs[1:]), repeat.count]
-        self.segments[id(node)] = [
+        self.segments[node] = [
             Segment(first, stop - first, body(entering, (self._over(n[first:stop]) for n in data)))
             for (first, entering, _), stop in zip(runs, stops, strict=True)
         ]
@@ -280,36 +279,36 @@ class Analysis:
         heavy = (v for node in self.graph.nodes if node.op in HEAVY for v in node.outputs)
         return tuple(self.where(v) for v in (*carries, *heavy))
 
-    def _needed(self) -> dict[int, set[int]]:
-        needed: defaultdict[int, set[int]] = defaultdict(set)
+    def _needed(self) -> dict[Value, set[int]]:
+        needed: defaultdict[Value, set[int]] = defaultdict(set)
 
         def read(v: Value, entries: Iterable[int]) -> None:
-            needed[id(v)].update(entries if BATCH in v.type.axes else {0})
+            needed[v].update(entries if BATCH in v.type.axes else {0})
 
         for v in self.graph.outputs.values():
             read(v, range(num_entries(v)))
         for node in reversed(self.graph.nodes):
-            entries = set().union(*(needed.get(id(v), ()) for v in node.outputs))
+            entries = set().union(*(needed.get(v, ()) for v in node.outputs))
             if not entries:
                 continue
-            if id(node) in self.same:
-                read(node.inputs[self.same[id(node)]], entries)
-            elif id(node) in self.kept:
-                read(node.inputs[0], entries & set(range(self.kept[id(node)])))
+            if node in self.same:
+                read(node.inputs[self.same[node]], entries)
+            elif node in self.kept:
+                read(node.inputs[0], entries & set(range(self.kept[node])))
             else:
                 for v in node.inputs:
-                    read(v, entries if id(node) in self.by_entry else range(num_entries(v)))
+                    read(v, entries if node in self.by_entry else range(num_entries(v)))
         return needed
 
-    def _computed(self) -> dict[int, set[int]]:
+    def _computed(self) -> dict[Value, set[int]]:
         """Light work is computed wherever its operands are, so that it reads them as they lie."""
         given = (*self.graph.inputs.values(), *self.graph.params.values())
-        found = {id(v): set(range(num_entries(v))) for v in given}
+        found = {v: set(range(num_entries(v))) for v in given}
         for node in self.graph.nodes:
-            operands = [found[id(v)] for v in node.inputs if BATCH in v.type.axes]
+            operands = [found[v] for v in node.inputs if BATCH in v.type.axes]
             for v in node.outputs:
-                found[id(v)] = set(range(num_entries(v)))
-                if id(node) in self.by_entry:
-                    light = set() if node.op in HEAVY else found[id(v)].intersection(*operands)
-                    found[id(v)] = light | self.needed.get(id(v), set())
+                found[v] = set(range(num_entries(v)))
+                if node in self.by_entry:
+                    light = set() if node.op in HEAVY else found[v].intersection(*operands)
+                    found[v] = light | self.needed.get(v, set())
         return found

@@ -45,17 +45,17 @@ def gather_weights(
     def gathered(body: Graph) -> Graph:
         out = replace(body, params=dict(body.params), nodes=[], layouts=dict(body.layouts))
         out.mesh, layouts = mesh, body.all_layouts()
-        elsewhere = {id(v) for node in body.nodes if node.op != "linear" for v in node.inputs}
-        whole: dict[int, Value] = {}
+        elsewhere = {v for node in body.nodes if node.op != "linear" for v in node.inputs}
+        whole: dict[Value, Value] = {}
         for node in body.nodes:
             node = rewrite(node, gathered)
             if node.op == "linear":
                 x, weight, *bias = node.inputs
                 axis = next((axis for axis in weight.type.axes if axis in rules), None)
-                if axis is not None and "*" in weight.name and id(weight) not in elsewhere:
-                    if id(weight) not in whole:
-                        whole[id(weight)] = gather(out, weight, layouts[weight.name], axis)
-                    node = replace(node, inputs=(x, whole[id(weight)], *bias))
+                if axis is not None and "*" in weight.name and weight not in elsewhere:
+                    if weight not in whole:
+                        whole[weight] = gather(out, weight, layouts[weight.name], axis)
+                    node = replace(node, inputs=(x, whole[weight], *bias))
             out.nodes.append(node)
         return out
 

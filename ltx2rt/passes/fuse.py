@@ -24,7 +24,7 @@ def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
     uses = Uses(result)
     for match in matches or PATTERNS:
         for node in list(result.nodes):
-            found = match(result, uses, node) if id(node) in uses.nodes else None
+            found = match(result, uses, node) if node in uses.nodes else None
             if found is not None and _is_convex(uses, *found):
                 late = _substitute(result.nodes, *found)
                 uses.substitute(*found, late)
@@ -33,26 +33,25 @@ def fuse(graph: Graph, matches: Sequence[Match] = ()) -> Graph:
 
 def _is_convex(uses: Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:
     """Whether no operand of the new nodes is made from a result of those that go."""
-    made = {id(v) for node in new for v in node.outputs}
-    old = {id(node) for node in gone}
-    return not any(uses.depends(v, old) for node in new for v in node.inputs if id(v) not in made)
+    made = {v for node in new for v in node.outputs}
+    return not any(uses.depends(v, set(gone)) for node in new for v in node.inputs if v not in made)
 
 
 def _substitute(nodes: list[Node], gone: Sequence[Node], new: Sequence[Node]) -> list[Node]:
     """`new` where the last of `gone` stood; what stands before it and reads one of them moves down,
     behind it: which nodes these are."""
-    old = set(map(id, gone))
+    old = set(gone)
     places = sorted(map(nodes.index, gone))
     before: list[Node] = []
     behind: list[Node] = []
-    late = {id(v) for node in gone for v in node.outputs}
+    late = {v for node in gone for v in node.outputs}
     for node in nodes[places[0] : places[-1]]:
-        if id(node) in old:
+        if node in old:
             continue
-        if late.isdisjoint(map(id, node.inputs)):
+        if late.isdisjoint(node.inputs):
             before.append(node)
         else:
             behind.append(node)
-            late.update(map(id, node.outputs))
+            late.update(node.outputs)
     nodes[places[0] : places[-1] + 1] = [*before, *new, *behind]
     return behind

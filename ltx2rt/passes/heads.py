@@ -40,16 +40,11 @@ def is_grouped(graph: Graph) -> bool:
 
 
 def _exchanged(body: Graph, groups: int) -> list[Exchanged]:
-    readers: dict[int, list[Node]] = {}
-    for node in body.nodes:
-        for v in {id(v): v for v in node.inputs}.values():
-            readers.setdefault(id(v), []).append(node)
-    kept = set(map(id, body.outputs.values()))
+    readers, kept = body.readers(), set(body.outputs.values())
 
     def only_reader(values: tuple[Value, ...]) -> Node | None:
-        found = {id(node): node for v in values for node in readers.get(id(v), [])}
-        single = len(found) == 1 and kept.isdisjoint(map(id, values))
-        return next(iter(found.values())) if single else None
+        found = {node for v in values for node in readers.get(v, [])}
+        return found.pop() if len(found) == 1 and kept.isdisjoint(values) else None
 
     found = []
     for sent in body.nodes:
@@ -71,20 +66,20 @@ def _exchanged(body: Graph, groups: int) -> list[Exchanged]:
 
 def _grouped(old: Graph, exchanged: list[Exchanged], groups: int) -> Graph:
     body = replace(old, nodes=[])
-    sends = {id(sent): (attention, back) for sent, attention, back in exchanged}
-    attends = {id(attention) for _, attention, _ in exchanged}
-    brought: dict[int, list[Value]] = {}  # by id of what took it all
+    sends = {sent: (attention, back) for sent, attention, back in exchanged}
+    attends = {attention for _, attention, _ in exchanged}
+    brought: dict[Node, list[Value]] = {}  # by what took it all
     for node in old.nodes:
-        if id(node) in sends:
-            attention, back = sends[id(node)]
-            brought[id(back)] = found = []
+        if node in sends:
+            attention, back = sends[node]
+            brought[back] = found = []
             for operands in zip(*(_cut(body, v, node, groups) for v in node.inputs), strict=True):
                 came = emit(body, "all_to_all", *operands, **node.attrs)
                 y = emit(body, attention.op, *came, *attention.inputs[3:], **attention.attrs)
                 found += emit(body, "all_to_all", y, **back.attrs)
-        elif id(node) in brought:
-            _join(body, brought[id(node)], node)
-        elif id(node) not in attends:
+        elif node in brought:
+            _join(body, brought[node], node)
+        elif node not in attends:
             body.nodes.append(node)
     return body
 

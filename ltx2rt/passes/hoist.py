@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from ltx2rt.graph.ir import Graph, Node, Repeat, Value
+from ltx2rt.graph.ir import Graph, Node, Repeat, Replaced, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -53,24 +53,23 @@ class _Loop:
     out: Graph
     node: Node
     left_bytes: int | None = None  # for results of repeats
-    levels: dict[int, int] = field(default_factory=dict)
+    levels: dict[Value, int] = field(default_factory=dict)
     # a body's value -> the same value in `out`
-    outer: dict[int, Value] = field(default_factory=dict)
+    outer: dict[Value, Value] = field(default_factory=dict)
 
     def __post_init__(self):
         self.repeat = self.node.repeat
         self.body = self.repeat.body
         self.inputs = list(self.body.inputs.values())
-        self.makers = {id(v): node for node in self.body.nodes for v in node.outputs}
+        self.makers = self.body.makers()
         carry, invariant, data = self.repeat.divide(self.inputs)
         for values, level in ((carry, CARRIED), (invariant, INVARIANT), (data, DATA)):
-            self.levels |= {id(v): level for v in values}
+            self.levels |= dict.fromkeys(values, level)
         self.levels |= {
-            id(v): DATA if "*" in name else INVARIANT for name, v in self.body.params.items()
+            v: DATA if "*" in name else INVARIANT for name, v in self.body.params.items()
         }
-        pairs = list(zip(self.inputs, self.node.inputs, strict=True))
-        self.outer = {id(v): value for v, value in pairs[len(carry) :]}
-        self.data = {id(v) for v in data}
+        fixed = list(zip(self.inputs, self.node.inputs, strict=True))[len(carry) :]
+        self.outer, self.data = dict(fixed), set(data)
 
     def leave(self) -> None:
         """Append to `out` what leaves the repeat, and the repeat without it."""
@@ -79,9 +78,9 @@ class _Loop:
         rows = self._rows(moving)
         kept: list[Node] = []
         for node in self.body.nodes:
-            if id(node) in moving:
+            if node in moving:
                 self._move(node)
-            elif id(node) in rows:
+            elif node in rows:
                 self._batch(node)
             elif node.op == "repeat" and max(map(self._level, node.inputs)) > INVARIANT:
                 kept.append(self._divide(node))
@@ -90,27 +89,27 @@ class _Loop:
         self._finish(kept)
 
     def _level(self, v: Value) -> int:
-        return self.levels[id(v)]
+        return self.levels[v]
 
     @staticmethod
-    def _moving(nodes: list[Node], levels: dict[int, int]) -> set[int]:
+    def _moving(nodes: list[Node], levels: dict[Value, int]) -> set[Node]:
         """Invariant nodes worth moving: the heavy ones, their inputs, and nodes that use them."""
-        found: set[int] = set()
-        values: set[int] = set()
-        own = [n for n in nodes if levels[id(n.outputs[0])] == INVARIANT]
+        found: set[Node] = set()
+        values: set[Value] = set()
+        own = [n for n in nodes if levels[n.outputs[0]] == INVARIANT]
         for node in own:
             large = node.op == "cast" and node.outputs[0].type.num_elements >= LARGE
-            if large or node.op not in LIGHT or any(id(v) in values for v in node.inputs):
-                found.add(id(node))
-                values.update(id(v) for v in node.outputs)
-        needed = {id(v) for node in own if id(node) in found for v in node.inputs}
+            if large or node.op not in LIGHT or not values.isdisjoint(node.inputs):
+                found.add(node)
+                values.update(node.outputs)
+        needed = {v for node in own if node in found for v in node.inputs}
         for node in reversed(own):
-            if id(node) not in found and any(id(v) in needed for v in node.outputs):
-                found.add(id(node))
-                needed.update(id(v) for v in node.inputs)
+            if node not in found and not needed.isdisjoint(node.outputs):
+                found.add(node)
+                needed.update(node.inputs)
         return found
 
-    def _rows(self, moving: set[int]) -> set[int]:
+    def _rows(self, moving: set[Node]) -> set[Node]:
         """Nodes on per-iteration data that lead to a linear through ops that can be batched."""
 
         def chain(node: Node) -> list[Node] | None:
@@ -119,11 +118,11 @@ class _Loop:
                 return None
             found = [node]
             for v in node.inputs:
-                maker = self.makers.get(id(v))
+                maker = self.makers.get(v)
                 if maker is None:
-                    if "*" in v.name and id(v) not in self.data:
+                    if "*" in v.name and v not in self.data:
                         return None
-                elif id(maker) not in moving:
+                elif maker not in moving:
                     more = chain(maker)
                     if more is None:
                         return None
@@ -132,62 +131,61 @@ class _Loop:
 
         linears = (node for node in self.body.nodes if node.op == "linear")
         ends = (node for node in linears if self._level(node.outputs[0]) == DATA)
-        return {id(node) for end in ends for node in chain(end) or ()}
+        return {node for end in ends for node in chain(end) or ()}
 
     def _outside(self, v: Value) -> Value:
         """The invariant `v` of the body as a value of `out`; a parameter is declared there, a light
         node is repeated there."""
-        if id(v) not in self.outer and id(v) in self.makers:
-            self._move(self.makers[id(v)])
-        if id(v) not in self.outer:
+        if v not in self.outer and v in self.makers:
+            self._move(self.makers[v])
+        if v not in self.outer:
             if v.name in self.body.layouts:
                 self.out.layouts[v.name] = self.body.layouts[v.name]
-            self.outer[id(v)] = self.out.params.setdefault(v.name, v)
-        return self.outer[id(v)]
+            self.outer[v] = self.out.params.setdefault(v.name, v)
+        return self.outer[v]
 
     def _move(self, node: Node) -> None:
         """The node as it is, on the values outside."""
         results = tuple(self.out.fresh(v.type) for v in node.outputs)
         inputs = tuple(map(self._outside, node.inputs))
         self.out.nodes.append(replace(node, inputs=inputs, outputs=results))
-        self.outer.update(zip(map(id, node.outputs), results, strict=True))
+        self.outer.update(zip(node.outputs, results, strict=True))
 
     def _batch(self, node: Node) -> None:
         """The node for all iterations at once."""
         operands = [self._outside(v) for v in node.inputs]
         weights = len(operands) > 1 and node.op == "linear"
         for i, (v, value) in enumerate(zip(node.inputs, operands, strict=True)):
-            if id(v) not in self.data and not (weights and i):
+            if v not in self.data and not (weights and i):
                 before = value.type.axes[0] if value.type.axes else None
                 new = {"axis": self.repeat.axis, "size": self.repeat.count, "before": before}
                 operands[i] = emit(self.out, "expand", value, **new)
         result = emit(self.out, node.op, *operands, **node.attrs)
-        self.outer[id(node.outputs[0])] = result
-        self.data.add(id(node.outputs[0]))
+        self.outer[node.outputs[0]] = result
+        self.data.add(node.outputs[0])
 
     def _divide(self, node: Node) -> Node:
         """Move a repeat's nodes that do not depend on the outer iteration to one outside."""
         repeat, inner = node.repeat, node.repeat.body
         entries = list(zip(inner.inputs, inner.inputs.values(), node.inputs, strict=True))
         carry, invariant, data = repeat.divide(entries)
-        levels = {id(v): self._level(operand) for _, v, operand in (*invariant, *data)}
-        levels |= {id(v): CARRIED for _, v, _ in carry}
-        levels |= {id(v): INVARIANT for v in inner.params.values()}
+        levels = {v: self._level(operand) for _, v, operand in (*invariant, *data)}
+        levels |= {v: CARRIED for _, v, _ in carry}
+        levels |= dict.fromkeys(inner.params.values(), INVARIANT)
         _spread(levels, inner.nodes)
         moving = self._moving(inner.nodes, levels)
         if not moving:
             return node
-        gone = [n for n in inner.nodes if id(n) in moving]
-        left = [n for n in inner.nodes if id(n) not in moving]
-        made = {id(v): v for n in gone for v in n.outputs}
-        wanted = {id(v) for n in left for v in n.inputs} | {id(v) for v in inner.outputs.values()}
-        results = [v for v in made.values() if id(v) in wanted]
-        read = {id(v) for n in gone for v in n.inputs}
-        fixed = [entry for entry in invariant if id(entry[1]) in read]
-        taken = fixed + [entry for entry in data if id(entry[1]) in read]
+        gone = [n for n in inner.nodes if n in moving]
+        left = [n for n in inner.nodes if n not in moving]
+        wanted = set(replace(inner, nodes=left).read())
+        results = [v for n in gone for v in n.outputs if v in wanted]
+        read = {v for n in gone for v in n.inputs}
+        fixed = [entry for entry in invariant if entry[1] in read]
+        taken = fixed + [entry for entry in data if entry[1] in read]
         apart = Graph(f"{inner.name}.once", mesh=inner.mesh, nodes=gone)
         apart.inputs = {name: v for name, v, _ in taken}
-        apart.params = {n: v for n, v in inner.params.items() if id(v) in read}
+        apart.params = {n: v for n, v in inner.params.items() if v in read}
         apart.layouts = {n: inner.layouts[n] for n in apart.params if n in inner.layouts}
         apart.outputs = {f"once_{i}": v for i, v in enumerate(results)}
         stacked = [v.type.stacked(repeat.axis, repeat.count) for v in results]
@@ -198,21 +196,19 @@ class _Loop:
         outside = tuple(self.out.fresh(t) for t in stacked)
         # the same values on their way through the outer body
         entering = [Value(v.name, v.type) for v in outside]
-        self.outer.update(zip(map(id, entering), outside, strict=True))
+        self.outer.update(zip(entering, outside, strict=True))
         operands = tuple(self._outside(operand) for _, _, operand in taken)
         once = {"repeat": Repeat(apart, repeat.count, 0, len(fixed), repeat.axis, repeat.first)}
         self.out.nodes.append(Node("repeat", operands, outside, node.attrs, once))
 
-        fixed = [entry for entry in invariant if id(entry[1]) in wanted]
-        keep = carry + fixed + [entry for entry in data if id(entry[1]) in wanted]
+        fixed = [entry for entry in invariant if entry[1] in wanted]
+        keep = carry + fixed + [entry for entry in data if entry[1] in wanted]
         entered = _named(results)
-        rest = replace(inner, nodes=_reading(left, entered))
-        rest.params = {
-            n: v for n, v in inner.params.items() if id(v) in wanted or id(v) not in read
-        }
+        rest = replace(inner, nodes=[*map(entered.node, left)])
+        rest.params = {n: v for n, v in inner.params.items() if v in wanted or v not in read}
         rest.layouts = {n: inner.layouts[n] for n in rest.params if n in inner.layouts}
         rest.inputs = {name: v for name, v, _ in keep} | {v.name: v for v in entered.values()}
-        rest.outputs = {n: entered.get(id(v), v) for n, v in inner.outputs.items()}
+        rest.outputs = entered.outputs(inner)
         operands = (*(operand for _, _, operand in keep), *entering)
         args = {"repeat": replace(repeat, body=rest, num_invariants=len(fixed))}
         return replace(node, inputs=operands, args=args)
@@ -220,44 +216,36 @@ class _Loop:
     def _finish(self, kept: list[Node]) -> None:
         """The repeat without the moved nodes; values that it reads enter as invariants or data."""
         body, num_carries = self.body, self.repeat.num_carries
-        made = {id(v) for node in kept for v in node.outputs}
-        read = {id(v): v for v in replace(body, nodes=kept).read()}
-        names = {id(v): n for n, v in body.inputs.items()}
+        made = {v for node in kept for v in node.outputs}
+        read = dict.fromkeys(replace(body, nodes=kept).read())
+        names = {v: n for n, v in body.inputs.items()}
         carries = self.inputs[:num_carries]
-        entering = [v for v in self.inputs[num_carries:] if id(v) in read]
-        params = {id(v) for v in body.params.values()}
-        hoisted = [v for i, v in read.items() if not (i in made or i in names or i in params)]
-        invariants = [v for v in entering + hoisted if id(v) not in self.data]
-        data = [v for v in entering + hoisted if id(v) in self.data]
+        entering = [v for v in self.inputs[num_carries:] if v in read]
+        own = {*made, *names, *body.params.values()}
+        hoisted = [v for v in read if v not in own]
+        invariants = [v for v in entering + hoisted if v not in self.data]
+        data = [v for v in entering + hoisted if v in self.data]
         entered = _named(hoisted)
-        inner = replace(body, nodes=_reading(kept, entered))
+        inner = replace(body, nodes=[*map(entered.node, kept)])
         # What nothing reads stays: every set of weights of a network has the same tensors.
-        inner.params = {
-            n: v for n, v in body.params.items() if id(v) in read or id(v) not in self.outer
-        }
+        inner.params = {n: v for n, v in body.params.items() if v in read or v not in self.outer}
         inner.layouts = {n: body.layouts[n] for n in inner.params if n in body.layouts}
-        inside = [entered.get(id(v), v) for v in (*carries, *invariants, *data)]
-        inner.inputs = {names.get(id(v), v.name): v for v in inside}
-        inner.outputs = {n: entered.get(id(v), v) for n, v in body.outputs.items()}
-        outside = (self.outer[id(v)] for v in (*invariants, *data))
+        inside = [entered[v] for v in (*carries, *invariants, *data)]
+        inner.inputs = {names.get(v, v.name): v for v in inside}
+        inner.outputs = entered.outputs(body)
+        outside = (self.outer[v] for v in (*invariants, *data))
         operands = (*self.node.inputs[:num_carries], *outside)
         rest = replace(self.repeat, body=inner, num_invariants=len(invariants))
         self.out.nodes.append(replace(self.node, inputs=operands, args={"repeat": rest}))
 
 
-def _spread(levels: dict[int, int], nodes: list[Node]) -> None:
+def _spread(levels: dict[Value, int], nodes: list[Node]) -> None:
     """Enter the levels of the nodes' results."""
     for node in nodes:
-        level = max((levels[id(v)] for v in node.inputs), default=INVARIANT)
-        levels |= {id(v): level for v in node.outputs}
+        level = max((levels[v] for v in node.inputs), default=INVARIANT)
+        levels |= dict.fromkeys(node.outputs, level)
 
 
-def _named(values: list[Value]) -> dict[int, Value]:
+def _named(values: list[Value]) -> Replaced:
     """The inputs as which hoisted values enter a body."""
-    return {id(v): Value(f"hoisted_{i}", v.type) for i, v in enumerate(values)}
-
-
-def _reading(nodes: list[Node], entered: dict[int, Value]) -> list[Node]:
-    return [
-        replace(node, inputs=tuple(entered.get(id(v), v) for v in node.inputs)) for node in nodes
-    ]
+    return Replaced({v: Value(f"hoisted_{i}", v.type) for i, v in enumerate(values)})

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ltx2rt.graph.ir import Graph, Node, Repeat, Type, Value, replace_repeats
+from ltx2rt.graph.ir import Graph, Node, Repeat, Replaced, Type, Value, replace_repeats
 from ltx2rt.graph.ops import COLLECTIVES, OPS
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
@@ -154,30 +154,30 @@ class _Halves:
         self.body = Graph(
             old.name, params=old.params, layouts=old.layouts, mesh=old.mesh, serial=old.serial
         )
-        # by id of the old body's values
-        self.parts: dict[int, Parts] = {id(v): [v] for v in old.params.values()}
-        self.joined: dict[int, Value] = {}
-        self.second: set[int] = set()  # nodes of the second half; whole nodes go with the first
+        # by the old body's values
+        self.parts: dict[Value, Parts] = {v: [v] for v in old.params.values()}
+        self.joined: dict[Value, Value] = {}
+        self.second: set[Node] = set()  # nodes of the second half; whole nodes go with the first
 
     def enter(self, name: str, parts: Parts) -> None:
         v, names = self.old.inputs[name], _numbered(name, parts)
         halves = [Value(n, x.type) for n, x in zip(names, parts, strict=True)]
-        self.parts[id(v)] = [v] if len(parts) == 1 else halves
-        self.body.inputs |= zip(names, self.parts[id(v)], strict=True)
+        self.parts[v] = [v] if len(parts) == 1 else halves
+        self.body.inputs |= zip(names, self.parts[v], strict=True)
 
     def halves(self, v: Value) -> Parts:
-        if len(self.parts[id(v)]) == 1:
-            (self.joined[id(v)],) = self.parts[id(v)]
-            self.parts[id(v)] = _cut(self.body, self.joined[id(v)], self.axis, self.size)
-        return self.parts[id(v)]
+        if len(self.parts[v]) == 1:
+            (self.joined[v],) = self.parts[v]
+            self.parts[v] = _cut(self.body, self.joined[v], self.axis, self.size)
+        return self.parts[v]
 
     def whole(self, v: Value) -> Value:
-        parts = self.parts[id(v)]
+        parts = self.parts[v]
         if len(parts) == 1:
             return parts[0]
-        if id(v) not in self.joined:
-            self.joined[id(v)] = emit(self.body, "concat", *parts, axis=self.axis)
-        return self.joined[id(v)]
+        if v not in self.joined:
+            self.joined[v] = emit(self.body, "concat", *parts, axis=self.axis)
+        return self.joined[v]
 
     def _takes_halves(self, node: Node, operand: int) -> bool:
         if self.axis == SAMPLES:
@@ -201,8 +201,8 @@ class _Halves:
             results = emit(self.body, node.op, *operands, **node.attrs)
             made.append(results if isinstance(results, tuple) else (results,))
             if i:
-                self.second.add(id(self.body.nodes[-1]))
-        self.parts |= zip(map(id, node.outputs), zip(*made, strict=True), strict=True)
+                self.second.add(self.body.nodes[-1])
+        self.parts |= zip(node.outputs, zip(*made, strict=True), strict=True)
 
     def in_turns(self, least: int = 0) -> list[Node]:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
@@ -211,8 +211,8 @@ class _Halves:
         once. Whole nodes leave with a half, by themselves only behind the last, or if nothing else
         is left to do.
         """
-        ready = {id(v) for v in (*self.body.inputs.values(), *self.body.params.values())}
-        arriving: list[set[int]] = [set(), set()]
+        ready = {*self.body.inputs.values(), *self.body.params.values()}
+        arriving: list[set[Value]] = [set(), set()]
         ordered: list[Node] = []
         waiting, turn, stuck = self.body.nodes, 0, 0
         while waiting:
@@ -221,18 +221,18 @@ class _Halves:
             leaving: list[Node] = []
             left: list[Node] = []
             for node in waiting:
-                other = (id(node) in self.second) != bool(turn)
-                if other or not ready.issuperset(map(id, node.inputs)):
+                other = (node in self.second) != bool(turn)
+                if other or not ready.issuperset(node.inputs):
                     left.append(node)
                 elif node.op == "all_reduce" and sum(v.type.nbytes for v in node.inputs) >= least:
                     leaving.append(node)
                 else:
                     ordered.append(node)
-                    ready.update(map(id, node.outputs))
+                    ready.update(node.outputs)
             sums, later = (any(map(self._sums_a_half, nodes)) for nodes in (leaving, left))
             if stuck < HALVES and later and not sums:
                 left, leaving = [*left, *leaving], []
-            arriving[turn] = {id(v) for node in leaving for v in node.outputs}
+            arriving[turn] = {v for node in leaving for v in node.outputs}
             ordered += together(leaving)
             stuck = stuck + 1 if len(left) == len(waiting) else 0
             waiting, turn = left, 1 - turn
@@ -253,32 +253,31 @@ class _Halves:
         def big(values: Sequence[Value]) -> list[Value]:
             return [v for v in values if v.type.nbytes >= least]
 
-        stages: dict[int, int] = {}  # by node and value: how many big exchanges lead to it
-        received: set[int] = set()
+        stages: dict[Node | Value, int] = {}  # by node and value: how many big exchanges lead to it
+        received: set[Value] = set()
         for node in self.body.nodes:
-            came = (stages.get(id(v), 0) + (id(v) in received) for v in node.inputs)
+            came = (stages.get(v, 0) + (v in received) for v in node.inputs)
             stage = max(came, default=0)
-            stages |= dict.fromkeys(map(id, (node, *node.outputs)), stage)
+            stages |= dict.fromkeys((node, *node.outputs), stage)
             if _exchanges(node, self.axis) and big(node.inputs):
-                received.update(map(id, big(node.outputs)))
+                received.update(big(node.outputs))
         nodes, self.body.nodes = self.body.nodes, []
-        tied: dict[int, Value] = {}
+        tied = Replaced()
         gathered: list[Value] = []
         arrived, begun = big(second), False
         if self.axis == SAMPLES:
-            nodes = sorted(nodes, key=lambda node: (stages[id(node)], id(node) in self.second))
+            nodes = sorted(nodes, key=lambda node: (stages[node], node in self.second))
         for node in nodes:
             if _exchanges(node, self.axis) and (leaving := big(node.inputs)):
-                ripe = [v for v in gathered if stages[id(v)] < stages[id(node)]]
+                ripe = [v for v in gathered if stages[v] < stages[node]]
                 gathered = [v for v in gathered if v not in ripe]
                 one_way = begun and node.op == "all_to_all"
                 if len(together := [*arrived, *ripe, *leaving]) > 1:
-                    found = emit(self.body, "barrier", *(tied.get(id(v), v) for v in together))
+                    found = emit(self.body, "barrier", *(tied[v] for v in together))
                     pairs = zip(together, found, strict=True)
-                    tied |= {id(v): x for v, x in pairs if not one_way or v in arrived}
+                    tied |= {v: x for v, x in pairs if not one_way or v in arrived}
                 arrived, begun = big(node.outputs), True
             elif node.op == "all_gather" and _exchanges(node, self.axis):
                 gathered += node.outputs
-            inputs = tuple(tied.get(id(v), v) for v in node.inputs)
-            self.body.nodes.append(replace(node, inputs=inputs))
-        self.body.outputs = {name: tied.get(id(v), v) for name, v in self.body.outputs.items()}
+            self.body.nodes.append(tied.node(node))
+        self.body.outputs = tied.outputs(self.body)

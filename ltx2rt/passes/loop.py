@@ -68,13 +68,13 @@ def taken_apart(graph: Graph) -> LoopParts:
     if last.op != "repeat" or last.repeat.axis != STEPS:
         raise GraphError(f"{graph.name}: does not end in a loop over steps")
     names = list(last.repeat.body.inputs)
-    computed = {id(v) for node in before for v in node.outputs}
+    computed = {v for node in before for v in node.outputs}
     first = replace(graph, name=f"{graph.name}.before", nodes=before)
-    first.outputs = {n: v for n, v in zip(names, last.inputs, strict=True) if id(v) in computed}
-    read = {id(v) for node in before for v in node.inputs}
-    first.inputs = {n: v for n, v in graph.inputs.items() if id(v) in read}
+    first.outputs = {n: v for n, v in zip(names, last.inputs, strict=True) if v in computed}
+    read = {v for node in before for v in node.inputs}
+    first.inputs = {n: v for n, v in graph.inputs.items() if v in read}
     for n, v in zip(names, last.inputs, strict=True):
-        if id(v) not in computed and n != v.name:
+        if v not in computed and n != v.name:
             raise GraphError(f"{graph.name}: the loop's input {n} is the graph's {v.name}")
     verify(first)
     state, _, data = last.repeat.divide(names)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from ltx2rt.graph.encodings import QUANTISED
-from ltx2rt.graph.ir import Graph, Layout, Node, Value, rewrite
+from ltx2rt.graph.ir import Graph, Layout, Node, Replaced, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 from ltx2rt.passes.adapters import MARK
@@ -24,22 +24,20 @@ def pack(graph: Graph) -> Graph:
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh, serial=graph.serial)
     layouts = graph.all_layouts()
     groups = _groups(graph, layouts)
-    first = {id(nodes[0]): nodes for nodes in groups}
-    later = {id(node) for nodes in groups for node in nodes[1:]}
-    packed = {id(v) for nodes in groups for node in nodes for v in node.inputs[1:]}
-    result.params = {name: v for name, v in graph.params.items() if id(v) not in packed}
+    first = {nodes[0]: nodes for nodes in groups}
+    later = {node for nodes in groups for node in nodes[1:]}
+    packed = {v for nodes in groups for node in nodes for v in node.inputs[1:]}
+    result.params = {name: v for name, v in graph.params.items() if v not in packed}
     result.layouts = {name: x for name, x in graph.layouts.items() if name in result.params}
-    env: dict[int, Value] = {}
+    env = Replaced()
     for node in graph.nodes:
-        if id(node) in later:
+        if node in later:
             continue
-        if id(node) in first:
-            _emit(result, first[id(node)], env, layouts)
-            continue
-        inputs = tuple(env.get(id(v), v) for v in node.inputs)
-        changed = node if inputs == node.inputs else replace(node, inputs=inputs)
-        result.nodes.append(rewrite(changed, pack))
-    result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
+        if node in first:
+            _emit(result, first[node], env, layouts)
+        else:
+            result.nodes.append(rewrite(env.node(node), pack))
+    result.outputs = env.outputs(graph)
     return verify(result)
 
 
@@ -54,13 +52,13 @@ def _joined(out: Graph, values: list[Value], layouts: dict[str, Layout]) -> Valu
 
 def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
     """Linears to pack, in execution order. A parameter that two nodes read is not packed."""
-    readers = Counter(id(v) for node in graph.nodes for v in node.inputs)
+    readers = Counter(v for node in graph.nodes for v in node.inputs)
     found: dict[tuple, list[Node]] = {}
     for node in graph.nodes:
         if node.op not in ("linear", "quantised_linear"):
             continue
         x, weight, *others = node.inputs
-        if any(readers[id(v)] > 1 for v in node.inputs[1:]):
+        if any(readers[v] > 1 for v in node.inputs[1:]):
             continue
         if weight.name not in layouts or MARK in weight.name:
             # computed, such as some rows of a parameter; an adapter's is not joined with frozen
@@ -70,7 +68,7 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
         if any(dim != 0 for dim, _, _ in layout.splits):
             continue  # contracted slices: partial sums, each with its own communication
         alike = layout.splits, weight.type.dtype, _quantised(layout), "*" in weight.name
-        key = id(x), node.op, node.attrs["contract"], len(others), *alike
+        key = x, node.op, node.attrs["contract"], len(others), *alike
         found.setdefault(key, []).append(node)
     return [nodes for nodes in found.values() if len(nodes) > 1]
 
@@ -81,9 +79,9 @@ def _quantised(layout: Layout) -> str | None:
     return layout.encoding if layout.encoding in QUANTISED else None
 
 
-def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[str, Layout]) -> None:
+def _emit(out: Graph, nodes: list[Node], env: Replaced, layouts: dict[str, Layout]) -> None:
     """One linear for all of `nodes`; their results become slices of its result."""
-    x = env.get(id(nodes[0].inputs[0]), nodes[0].inputs[0])
+    x = env[nodes[0].inputs[0]]
     params = []
     for position in range(1, len(nodes[0].inputs)):
         values = [node.inputs[position] for node in nodes]
@@ -97,5 +95,5 @@ def _emit(out: Graph, nodes: list[Node], env: dict[int, Value], layouts: dict[st
     for node, size in zip(nodes, sizes, strict=True):
         piece = emit(out, "slice", y, axis="packed", start=start, stop=start + size)
         into = dict(node.attrs["out"])
-        env[id(node.outputs[0])] = emit(out, "split", piece, axis="packed", into=into)
+        env[node.outputs[0]] = emit(out, "split", piece, axis="packed", into=into)
         start += size

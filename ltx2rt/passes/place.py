@@ -68,9 +68,9 @@ def place(graph: Graph, rules: Rules, mesh: Mapping[str, int], strict: bool = Fa
         return graph
     result = Graph(graph.name, dict(graph.inputs), mesh=mesh)
     placer = _Placer(result, rules, mesh, strict, outermost=True)
-    env = {id(v): Placed(v) for v in graph.inputs.values()}
+    env = {v: Placed(v) for v in graph.inputs.values()}
     placer.nodes(graph, env)
-    result.outputs = {name: placer.whole(env[id(v)]) for name, v in graph.outputs.items()}
+    result.outputs = {name: placer.whole(env[v]) for name, v in graph.outputs.items()}
     return verify(result)
 
 
@@ -86,17 +86,17 @@ class _Placer:
         # by the same (keys): 0, and MASKED where tokens are padding
         self.padding: dict[str, Value] = {}
 
-    def nodes(self, graph: Graph, env: dict[int, Placed]) -> None:
+    def nodes(self, graph: Graph, env: dict[Value, Placed]) -> None:
         """Rewrite the nodes of one graph in order; `env` maps its values to placed ones."""
         self.blocked = self._undividable(graph)
         for name, v in graph.params.items():
             # declared in the result when a node decides its layout
-            env[id(v)] = Placed(Value(name, v.type))
+            env[v] = Placed(Value(name, v.type))
         for node in graph.nodes:
-            operands = [env[id(v)] for v in node.inputs]
+            operands = [env[v] for v in node.inputs]
             results = HANDLERS.get(node.op, _Placer._other)(self, node, operands)
             for v, placed in zip(node.outputs, results, strict=True):
-                env[id(v)] = placed
+                env[v] = placed
 
     def _undividable(self, graph: Graph) -> set[str]:
         """Axes of the rules that some linear of this graph has in a size that does not divide.
@@ -369,7 +369,7 @@ class _Placer:
 
         def enter(name: str, v: Value, placed: Placed, type: Type) -> None:
             body.inputs[name] = local = Value(name, type)
-            env[id(v)] = Placed(local, placed.splits)
+            env[v] = Placed(local, placed.splits)
             inputs.append(self._declared(placed))
 
         for (name, v), placed in (*carry, *invariant):
@@ -386,7 +386,7 @@ class _Placer:
         body.outputs = {}
         results = []
         for i, (name, v) in enumerate(repeat.body.outputs.items()):
-            result = env[id(v)]
+            result = env[v]
             if i < repeat.num_carries:
                 for axis, mesh_axis in entering[i].splits.items():
                     result = inner.cut(result, axis, mesh_axis)

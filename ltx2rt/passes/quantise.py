@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.graph.encodings import ENCODINGS, has_products
-from ltx2rt.graph.ir import Graph, Layout, Node, Value
+from ltx2rt.graph.ir import Graph, Layout, Node, Replaced, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 from ltx2rt.passes.unpack import GATE, declared_fields
@@ -33,18 +33,16 @@ def quantise(graph: Graph, encoding: str) -> Graph:
     """encoding: of `encodings.QUANTISED`. Raises GraphError if there are no blocks, InputError if
     there are fewer than three."""
     result = replace(graph, nodes=[], params=dict(graph.params), layouts=dict(graph.layouts))
-    env: dict[int, Value] = {}
-    found = 0
-    for node in graph.nodes:
-        node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
+    env, found = Replaced(), 0
+    for node in map(env.node, graph.nodes):
         if node.op == "repeat" and any("*" in name for name in node.repeat.body.params):
-            env.update(zip(map(id, node.outputs), _blocks(result, node, encoding), strict=True))
+            env.update(zip(node.outputs, _blocks(result, node, encoding), strict=True))
             found += 1
         else:
             result.nodes.append(node)
     if not found:
         raise GraphError(f"{graph.name}: no stack of blocks to quantise")
-    result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
+    result.outputs = env.outputs(graph)
     return verify(result)
 
 
@@ -100,8 +98,7 @@ def _encoded(body: Graph, encoding: str) -> Graph:
     """The body for the blocks from the second on, the weights of its linears encoded."""
     result = Graph(body.name, dict(body.inputs), mesh=body.mesh, serial=body.serial)
     layouts, product = body.all_layouts(), ENCODINGS[encoding].product
-    readers = Counter(id(v) for node in body.nodes for v in node.inputs)
-    env: dict[int, Value] = {}
+    readers, env = Counter(body.read()), Replaced()
 
     def placed(v: Value, encoding: str | None = None) -> tuple[str, Layout]:
         # Iteration i reads layer i + 1, and the written-out blocks have the names of layers
@@ -116,21 +113,21 @@ def _encoded(body: Graph, encoding: str) -> Graph:
         return result.parameter(name, v.type)
 
     def operand(v: Value) -> Value:
-        if v.name in body.params and id(v) not in env:
-            env[id(v)] = declare(v)
-        return env.get(id(v), v)
+        if v.name in body.params and v not in env:
+            env[v] = declare(v)
+        return env[v]
 
     for node in body.nodes:
         large = node.op == "linear" and tuple(node.attrs["out"]) != GATE
-        if large and readers[id(node.inputs[1])] == 1:
+        if large and readers[node.inputs[1]] == 1:
             x, weight, *bias = node.inputs
             if product:
                 own = declared_fields(result, weight, *placed(weight, encoding))
             else:
                 own = (declare(weight, encoding),)
             inputs = (operand(x), *own, *map(operand, bias))
-            env[id(node.outputs[0])] = emit(result, product or "linear", *inputs, **node.attrs)
+            env[node.outputs[0]] = emit(result, product or "linear", *inputs, **node.attrs)
         else:
             result.nodes.append(replace(node, inputs=tuple(map(operand, node.inputs))))
-    result.outputs = {name: env.get(id(v), v) for name, v in body.outputs.items()}
+    result.outputs = env.outputs(body)
     return result

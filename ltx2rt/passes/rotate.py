@@ -35,13 +35,13 @@ class _Sum:
         self, graph: Graph, values: Sequence[Value], result: Value, fixed: Callable[[Value], Value]
     ) -> None:
         """Append the nodes, of `values` and of `fixed` invariants; the last one is `result`."""
-        known = dict(zip(map(id, self.carried), values, strict=True))
+        known = dict(zip(self.carried, values, strict=True))
         for node in self.nodes:
             last = node is self.nodes[-1]
             (made,) = (result,) if last else (graph.fresh(v.type) for v in node.outputs)
-            inputs = tuple(known[id(v)] if id(v) in known else fixed(v) for v in node.inputs)
+            inputs = tuple(known[v] if v in known else fixed(v) for v in node.inputs)
             graph.nodes.append(replace(node, inputs=inputs, outputs=(made,)))
-            known[id(node.outputs[0])] = made
+            known[node.outputs[0]] = made
 
 
 def _sums(repeat: Repeat) -> dict[str, _Sum]:
@@ -50,14 +50,13 @@ def _sums(repeat: Repeat) -> dict[str, _Sum]:
     body = repeat.body
     if len(body.outputs) != repeat.num_carries:
         return {}
-    makers = {id(v): node for node in body.nodes for v in node.outputs}
-    readers = Counter(map(id, body.read()))
+    makers, readers = body.makers(), Counter(body.read())
     entering, invariants, _ = repeat.divide(list(body.inputs.items()))
-    fixed = {id(v) for _, v in invariants}
+    fixed = {v for _, v in invariants}
 
     def only(v: Value, op: str) -> Node | None:
-        node = makers.get(id(v))
-        return node if node is not None and node.op == op and readers[id(v)] == 1 else None
+        node = makers.get(v)
+        return node if node is not None and node.op == op and readers[v] == 1 else None
 
     found = {}
     for (name, _), result in zip(entering, body.outputs.values(), strict=True):
@@ -69,17 +68,17 @@ def _sums(repeat: Repeat) -> dict[str, _Sum]:
         nodes = [scaled, total]
         carried = [total.inputs[0]]
         biased = only(y, "add")
-        summed = makers.get(id(biased.inputs[0])) if biased is not None else None
+        summed = makers.get(biased.inputs[0]) if biased is not None else None
         if biased is not None and summed is not None and summed.op == "all_reduce":
             nodes, carried = [biased, *nodes], [*carried, *biased.inputs]
         else:
             carried.append(y)
         chosen = only(gate, "take")
-        if chosen is not None and id(chosen.inputs[1]) in fixed:
+        if chosen is not None and chosen.inputs[1] in fixed:
             nodes, carried = [chosen, *nodes], [*carried, chosen.inputs[0]]
         else:
             carried.append(gate)
-        if len(set(map(id, carried))) == len(carried):
+        if len(set(carried)) == len(carried):
             found[name] = _Sum(nodes, carried)
     return found
 
@@ -90,8 +89,8 @@ def _append_rotated(result: Graph, node: Node) -> bool:
     if not sums:
         return False
     carry, *others = repeat.divide(list(zip(old.inputs.items(), node.inputs, strict=True)))
-    outer = {id(v): operand for group in others for (_, v), operand in group}
-    gone = {id(n) for one in sums.values() for n in one.nodes}
+    outer = {v: operand for group in others for (_, v), operand in group}
+    gone = {n for one in sums.values() for n in one.nodes}
     body = replace(old, nodes=[], inputs={}, outputs={})
     operands: list[Value] = []
     results: list[Value] = []
@@ -116,11 +115,11 @@ def _append_rotated(result: Graph, node: Node) -> bool:
     for group in others:
         body.inputs |= dict(item for item, _ in group)
         operands += [operand for _, operand in group]
-    body.nodes += [n for n in old.nodes if id(n) not in gone]
+    body.nodes += [n for n in old.nodes if n not in gone]
     args = {"repeat": replace(repeat, body=body, num_carries=len(results))}
     result.nodes.append(Node("repeat", tuple(operands), tuple(results), node.attrs, args))
     for one, parts, made in behind:
-        one.again(result, parts, made, lambda invariant: outer[id(invariant)])
+        one.again(result, parts, made, outer.__getitem__)
     return True
 
 

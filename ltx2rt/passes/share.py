@@ -54,36 +54,36 @@ def share(graph: Graph) -> Graph:
 class _Writer:
     """Writes a new graph with one entry for each class of equal ones.
 
-    held: by id of a value of the old graph, the one that holds its entries, and by entry, where.
+    held: by value of the old graph, the one that holds its entries, and by entry, where.
     same: values that are others. entered: the inputs of a body as it reads them, by value, entries
     and whether they lack the batch.
     """
 
     def __init__(self, out: Graph, found: Analysis):
         self.out, self.found = out, found
-        self.held: dict[int, tuple[Value, Sequence[int]]] = {}
-        self.same: dict[int, Value] = {}
-        self.entered: dict[tuple[int, tuple[int, ...], bool], Value] = {}
-        self._gathered: dict[tuple[int, tuple[int, ...], bool], Value] = {}
+        self.held: dict[Value, tuple[Value, Sequence[int]]] = {}
+        self.same: dict[Value, Value] = {}
+        self.entered: dict[tuple[Value, tuple[int, ...], bool], Value] = {}
+        self._gathered: dict[tuple[Value, tuple[int, ...], bool], Value] = {}
 
     def write(self, node: Node) -> None:
         found, result = self.found, node.outputs[0]
-        if not any(found.needed.get(id(v)) for v in node.outputs):
+        if not any(found.needed.get(v) for v in node.outputs):
             return
-        if id(node) in found.same:
-            self.same[id(result)] = node.inputs[found.same[id(node)]]
-        elif id(node) in found.segments:
+        if node in found.same:
+            self.same[result] = node.inputs[found.same[node]]
+        elif node in found.segments:
             sources = node.inputs[: len(node.outputs)]
-            for segment in found.segments[id(node)]:
+            for segment in found.segments[node]:
                 self._segment(node, segment, sources)
                 sources = node.outputs
-        elif id(node) in found.kept:
+        elif node in found.kept:
             leaders = found.leaders(result)
-            kept = [b for b in leaders if b < found.kept[id(node)]]
+            kept = [b for b in leaders if b < found.kept[node]]
             zeros = {BATCH: (0, len(leaders) - len(kept))}
             padded = emit(self.out, "pad", self.read(node.inputs[0], kept), mode="zeros", **zeros)
-            self.held[id(result)] = padded, found.where(result)
-        elif id(node) in found.by_entry:
+            self.held[result] = padded, found.where(result)
+        elif node in found.by_entry:
             entries = [found.leaders(v) for v in node.outputs] * (
                 len(node.inputs) // len(node.outputs)
             )
@@ -102,7 +102,7 @@ class _Writer:
             results = emit(self.out, node.op, *operands, **node.attrs)
         results = results if isinstance(results, tuple) else (results,)
         held = zip(node.outputs, results, where, strict=True)
-        self.held |= {id(v): (result, at) for v, result, at in held}
+        self.held |= {v: (result, at) for v, result, at in held}
 
     def _bare(self, node: Node, entries: Sequence[int]) -> set[int]:
         """Operands that are one for all these entries and can do without the batch; one that gives
@@ -118,18 +118,18 @@ class _Writer:
 
     def read(self, v: Value, entries: Sequence[int] = (), bare: bool = False) -> Value:
         """These entries of `v`, in this order; bare: the first of them, without the batch."""
-        if id(v) in self.same:
-            return self.read(self.same[id(v)], entries, bare)
+        if v in self.same:
+            return self.read(self.same[v], entries, bare)
         if BATCH not in v.type.axes:
             # an input or a parameter is the same value
-            return self.held[id(v)][0] if id(v) in self.held else v
+            return self.held[v][0] if v in self.held else v
         leader = self.found.leader(v)
         wanted = tuple(leader[b] for b in (entries[:1] if bare else entries))
-        if id(v) not in self.held and self.found.is_body:
+        if v not in self.held and self.found.is_body:
             type = _without_batch(v.type) if bare else v.type.resized(BATCH, len(wanted))
-            return self.entered.setdefault((id(v), wanted, bare), Value(v.name, type))
-        value, where = self.held.get(id(v), (v, range(num_entries(v))))
-        key = id(value), tuple(where[b] for b in wanted), bare
+            return self.entered.setdefault((v, wanted, bare), Value(v.name, type))
+        value, where = self.held.get(v, (v, range(num_entries(v))))
+        key = value, tuple(where[b] for b in wanted), bare
         if key not in self._gathered:
             self._gathered[key] = self._gather(value, *key[1:])
         return self._gathered[key]
@@ -169,20 +169,18 @@ class _Writer:
         for (v, _), source in zip(carry, sources, strict=True):
             value = self.read(source, found.leaders(v))
             own = Value(v.name, value.type)
-            writer.held[id(v)] = own, found.where(v)
+            writer.held[v] = own, found.where(v)
             enter(own, value)
         for inside in repeat.body.nodes:
             writer.write(inside)
         ends = zip(repeat.body.outputs.values(), carry, strict=True)
         results = [writer.read(end, found.leaders(v)) for end, (v, _) in ends]
         body.outputs = dict(zip(repeat.body.outputs, results, strict=True))
-        used = {id(v) for inside in body.nodes for v in inside.inputs} | {id(v) for v in results}
+        used = set(body.read())
         for group in (invariant, data):
             for v, source in group:
-                entered = [
-                    (own, *key[1:]) for key, own in writer.entered.items() if key[0] == id(v)
-                ]
-                for own, entries, bare in entered or [(v, (), False)] * (id(v) in used):
+                entered = [(own, *key[1:]) for key, own in writer.entered.items() if key[0] == v]
+                for own, entries, bare in entered or [(v, (), False)] * (v in used):
                     value = self.read(source, entries, bare)
                     if group is data and segment.count < repeat.count:
                         value = emit(self.out, "slice", value, axis=repeat.axis, **part)
@@ -196,7 +194,7 @@ class _Writer:
         made, attrs = tuple(self.out.fresh(v.type) for v in results), {"count": plan.count}
         self.out.nodes.append(Node("repeat", tuple(operands), made, attrs, {"repeat": plan}))
         for v, value, (own, _) in zip(node.outputs, made, carry, strict=True):
-            self.held[id(v)] = value, found.where(own)
+            self.held[v] = value, found.where(own)
 
 
 def _without_batch(type: Type) -> Type:

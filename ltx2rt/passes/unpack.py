@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ltx2rt.graph.encodings import ENCODINGS, common
-from ltx2rt.graph.ir import Graph, Layout, Type, Value, rewrite
+from ltx2rt.graph.ir import Graph, Layout, Replaced, Type, Value, rewrite
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
@@ -87,25 +87,23 @@ def unpack(graph: Graph) -> Graph:
 
 def _unpacked(graph: Graph) -> Graph:
     result = replace(graph, params={}, nodes=[], layouts={})
-    fields: dict[int, tuple[Value, ...]] = {}
+    fields: dict[Value, tuple[Value, ...]] = {}
     for name, v in graph.params.items():
         layout = graph.layouts.get(name)
         if layout is not None and layout.encoding and layout.field is None:
-            fields[id(v)] = declared_fields(result, v, name, layout)
+            fields[v] = declared_fields(result, v, name, layout)
             continue
         result.params[name] = v
         if layout is not None:
             result.layouts[name] = layout
-    matrices: dict[int, Value] = {}
+    matrices = Replaced()
     for node in graph.nodes:
         for v in node.inputs:
-            if id(v) in fields and id(v) not in matrices:
+            if v in fields and v not in matrices:
                 plan = {"encoding": graph.layouts[v.name].encoding, "axis": v.type.axes[1]}
                 plan |= {"size": v.type.shape[1], "dtype": v.type.dtype}
-                matrices[id(v)] = emit(result, "unpack", *fields[id(v)], **plan)
-        inputs = tuple(matrices.get(id(v), v) for v in node.inputs)
-        changed = inputs != node.inputs
-        result.nodes.append(rewrite(replace(node, inputs=inputs) if changed else node, _unpacked))
+                matrices[v] = emit(result, "unpack", *fields[v], **plan)
+        result.nodes.append(rewrite(matrices.node(node), _unpacked))
     return result
 
 

@@ -17,17 +17,17 @@ from ltx2rt.graph.verify import verify
 def unroll(graph: Graph) -> Graph:
     """`graph` written out; iteration i reads the parameters with i for `*`."""
     result = Graph(graph.name, dict(graph.inputs), mesh=graph.mesh)
-    env = {id(v): v for v in graph.inputs.values()}
+    env = {v: v for v in graph.inputs.values()}
     write_out(graph, result, env, 0)
-    result.outputs = {name: env[id(v)] for name, v in graph.outputs.items()}
+    result.outputs = {name: env[v] for name, v in graph.outputs.items()}
     return verify(result)
 
 
-def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> None:
+def write_out(graph: Graph, out: Graph, env: dict[Value, Value], layer: int) -> None:
     """Append iteration `layer` of a repeat of `graph` to `out`; `env` gains its values."""
     for name, v in graph.params.items():
         concrete = numbered(name, layer)
-        env[id(v)] = out.params.setdefault(concrete, Value(concrete, v.type))
+        env[v] = out.params.setdefault(concrete, Value(concrete, v.type))
         if name in graph.layouts:
             layout = graph.layouts[name]
             parts = tuple(
@@ -35,11 +35,11 @@ def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> No
             )
             out.layouts[concrete] = replace(layout, parts=parts, first=0)
     for node in graph.nodes:
-        inputs = tuple(env[id(v)] for v in node.inputs)
+        inputs = tuple(env[v] for v in node.inputs)
         if node.op != "repeat":
             results = emit(out, node.op, *inputs, **node.attrs)
             results = results if isinstance(results, tuple) else (results,)
-            env.update(zip(map(id, node.outputs), results, strict=True))
+            env.update(zip(node.outputs, results, strict=True))
             continue
         repeat = node.repeat
         carry, invariant, data = repeat.divide(inputs)
@@ -53,7 +53,7 @@ def write_out(graph: Graph, out: Graph, env: dict[int, Value], layer: int) -> No
             for column in zip(*stacked, strict=True)
         ]
         for v, value in zip(node.outputs, [*carry, *columns], strict=True):
-            env[id(v)] = value
+            env[v] = value
 
 
 def iteration(
@@ -61,6 +61,6 @@ def iteration(
 ) -> list[Value]:
     """Append iteration i to `out`; returns its results. fixed: carries and invariants."""
     rows = [emit(out, "at", v, axis=repeat.axis, index=i) for v in data]
-    env = dict(zip(map(id, repeat.body.inputs.values()), [*fixed, *rows], strict=True))
+    env = dict(zip(repeat.body.inputs.values(), [*fixed, *rows], strict=True))
     write_out(repeat.body, out, env, repeat.first + i)
-    return [env[id(v)] for v in repeat.body.outputs.values()]
+    return [env[v] for v in repeat.body.outputs.values()]

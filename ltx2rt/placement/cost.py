@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ltx2rt.graph.encodings import passing_bytes
-from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ops import COLLECTIVES, OPS
 
 # ops that usually move nothing
@@ -48,11 +48,11 @@ class Counts:
 
 
 ONCE = Counts()
-CountsById = Mapping[int, Counts]  # by the id of the node
-EACH_ONCE: CountsById = MappingProxyType({})
+CountsByNode = Mapping[Node, Counts]
+EACH_ONCE: CountsByNode = MappingProxyType({})
 
 
-def exchanges(graph: Graph, runs: CountsById = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
+def exchanges(graph: Graph, runs: CountsByNode = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
     """Communication of one run of a placed graph, by kind and number of devices."""
     found: dict[tuple[str, int], Traffic] = {}
     for node, times in graph.walk():
@@ -60,7 +60,7 @@ def exchanges(graph: Graph, runs: CountsById = EACH_ONCE) -> dict[tuple[str, int
             devices = graph.mesh[node.attrs["mesh_axis"]]
             size = sum(v.type.nbytes for v in node.inputs)
             made = Traffic(1, size, round(size * RECEIVED[node.op](devices))) * times
-            made *= runs.get(id(node), ONCE).sends
+            made *= runs.get(node, ONCE).sends
             found[node.op, devices] = found.get((node.op, devices), Traffic()) + made
     return found
 
@@ -100,36 +100,23 @@ def activation_bytes(graph: Graph) -> int:
     """Largest sum of the bytes of values alive at once, in execution order, views counted as their
     own memory is not. An estimate of what an eager execution holds, with what decoding a weight
     takes in passing: it leaves out kernels' workspaces and the allocator's slack."""
-    last: dict[int, int] = {}
-    for i, node in enumerate(graph.nodes):
-        for v in node.inputs:
-            last[id(v)] = i
-    keep = {id(v) for v in graph.outputs.values()}
-    owners: dict[int, int] = {}  # value -> the value whose memory it looks at
-    sizes: dict[int, int] = {}
-    for v in graph.inputs.values():
-        owners[id(v)], sizes[id(v)] = id(v), v.type.nbytes
-    for v in graph.params.values():
-        owners[id(v)], sizes[id(v)] = id(v), 0
-    until: dict[int, int] = {}
+    last = {v: i for i, node in enumerate(graph.nodes) for v in node.inputs}
+    last |= dict.fromkeys(graph.outputs.values(), len(graph.nodes))
+    given = {*graph.inputs.values(), *graph.params.values()}  # the caller holds these
+    owners = {v: v for v in given}  # value -> the value whose memory it looks at
+    until: dict[Value, int] = {}
     for i, node in enumerate(graph.nodes):
         for v in node.outputs:
-            view = node.op in VIEWS
-            owners[id(v)] = owners[id(node.inputs[0])] if view else id(v)
-            if not view:
-                sizes[id(v)] = v.type.nbytes
-            end = len(graph.nodes) if id(v) in keep else last.get(id(v), i)
-            until[owners[id(v)]] = max(until.get(owners[id(v)], i), end)
-    dying: dict[int, list[int]] = {}
-    for owner, end in until.items():
-        dying.setdefault(end, []).append(owner)
-    inputs = {id(v) for v in graph.inputs.values()}  # the caller holds these
-    live = sum(v.type.nbytes for v in graph.inputs.values())
-    peak = live
+            owners[v] = owners[node.inputs[0]] if node.op in VIEWS else v
+            until[owners[v]] = max(until.get(owners[v], i), last.get(v, i))
+    dying: dict[int, list[Value]] = {}
+    for owner in until.keys() - given:
+        dying.setdefault(until[owner], []).append(owner)
+    live = peak = sum(v.type.nbytes for v in graph.inputs.values())
     for i, node in enumerate(graph.nodes):
-        live += sum(sizes[id(v)] for v in node.outputs if owners[id(v)] == id(v))
+        live += sum(v.type.nbytes for v in node.outputs if owners[v] is v)
         peak = max(peak, live + _inner_bytes(node))
-        live -= sum(sizes[owner] for owner in dying.get(i, ()) if owner not in inputs)
+        live -= sum(owner.type.nbytes for owner in dying.get(i, ()))
     return peak
 
 
@@ -144,11 +131,10 @@ def _inner_bytes(node: Node) -> int:
     return activation_bytes(node.repeat.body) - sum(v.type.nbytes for v in same)
 
 
-def flops(graph: Graph, runs: CountsById = EACH_ONCE) -> int:
+def flops(graph: Graph, runs: CountsByNode = EACH_ONCE) -> int:
     """2 x multiply-adds of linears, convolutions and attention; everything else is bandwidth."""
     return sum(
-        round(node_flops(node) * runs.get(id(node), ONCE).work) * times
-        for node, times in graph.walk()
+        round(node_flops(node) * runs.get(node, ONCE).work) * times for node, times in graph.walk()
     )
 
 

@@ -14,7 +14,7 @@ from ltx2rt.graph.ir import Graph
 from ltx2rt.placement.cost import (
     EACH_ONCE,
     VIEWS,
-    CountsById,
+    CountsByNode,
     Traffic,
     activation_bytes,
     by_kind,
@@ -73,7 +73,7 @@ class StageCost:
     quantised: bool = False
     part: str = ""
     calls: Calls = field(default=(), compare=False, repr=False)
-    runs: CountsById = field(default_factory=dict, compare=False, repr=False)
+    runs: CountsByNode = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def label(self) -> str:
@@ -148,7 +148,7 @@ class StageCost:
         return found.travelled_s - found.waited_s
 
 
-def cost(work: Work, runs: CountsById = EACH_ONCE) -> StageCost:
+def cost(work: Work, runs: CountsByNode = EACH_ONCE) -> StageCost:
     """A stage's cost on one device, read off its graphs. runs: of nodes that run more often."""
     exchanged: dict[tuple[str, int], Traffic] = {}
     for graph, times in work.calls:

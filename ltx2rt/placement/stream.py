@@ -51,12 +51,12 @@ def layers(body: Graph) -> list[Graph]:
     )
     if len(stacks) < 2:
         return [body]
-    at = {id(v): stacks.index(s) for name, v in params.items() if (s := stack_of(name)) in stacks}
+    at = {v: stacks.index(s) for name, v in params.items() if (s := stack_of(name)) in stacks}
     nodes: list[list[Node]] = [[] for _ in stacks]
     for node in body.nodes:
         own = [v for v, _ in node.repeat.body.all_params().values()] if node.op == "repeat" else []
-        number = max((at.get(id(v), 0) for v in (*node.inputs, *own)), default=0)
-        at |= {id(v): number for v in node.outputs}
+        number = max((at.get(v, 0) for v in (*node.inputs, *own)), default=0)
+        at |= {v: number for v in node.outputs}
         nodes[number].append(node)
     return subgraphs(body, nodes)
 

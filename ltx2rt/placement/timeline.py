@@ -12,13 +12,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ltx2rt.graph.encodings import ENCODINGS
-from ltx2rt.graph.ir import Graph, Node
+from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.placement.cost import (
     ONCE,
     RECEIVED,
     VIEWS,
-    CountsById,
+    CountsByNode,
     is_plain_linear,
     is_quantised,
     node_flops,
@@ -67,14 +67,14 @@ class Timeline:
     hidden: bool = False
     quantised: bool = False
     decodes: bool = False
-    runs: CountsById = field(default_factory=dict)
+    runs: CountsByNode = field(default_factory=dict)
     clock_s: float = 0.0
     link_s: float = 0.0
     travelled_s: float = 0.0
     waited_s: float = 0.0
     events: list[Event | Repeated] = field(default_factory=list)
     # when values are there that nothing has read yet
-    arrivals: dict[int, float] = field(default_factory=dict)
+    arrivals: dict[Value, float] = field(default_factory=dict)
 
     def of(self, graph: Graph) -> Timeline:
         """Run the graph until all that was sent has arrived."""
@@ -86,7 +86,7 @@ class Timeline:
     def run(self, graph: Graph) -> None:
         for node in graph.nodes:
             for v in node.inputs:
-                self.read(id(v))
+                self.read(v)
             if node.op == "repeat":
                 self.repeat(node)
             elif node.op in COLLECTIVES:
@@ -95,7 +95,7 @@ class Timeline:
                 self.compute(node)
 
     def compute(self, node: Node) -> None:
-        flops = round(node_flops(node) * self.runs.get(id(node), ONCE).work)
+        flops = round(node_flops(node) * self.runs.get(node, ONCE).work)
         narrow = is_quantised(node) or (self.quantised and is_plain_linear(node))
         kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
         rate = self.kind.quantised_flops_per_s if narrow else self.kind.flops_per_s
@@ -115,7 +115,7 @@ class Timeline:
             return 0
         return sum(v.type.nbytes for v in (*node.inputs, *node.outputs))
 
-    def read(self, value: int) -> None:
+    def read(self, value: Value) -> None:
         missing_s = self.arrivals.pop(value, 0.0) - self.clock_s
         if missing_s > 0:
             self.wait("exchange", missing_s)
@@ -126,7 +126,7 @@ class Timeline:
         self.clock_s += length_s
 
     def exchange(self, node: Node, devices: int) -> None:
-        count = self.runs.get(id(node), ONCE).sends
+        count = self.runs.get(node, ONCE).sends
         sent = sum(v.type.nbytes for v in node.inputs)
         received = count * round(sent * RECEIVED[node.op](devices))
         time_s = self.kind.exchange_s(node.op, devices, count, received)
@@ -138,15 +138,14 @@ class Timeline:
         self.travelled_s += time_s
         self.link_s = start_s + time_s
         for v in node.outputs:
-            self.arrivals[id(v)] = self.link_s
+            self.arrivals[v] = self.link_s
             if node.op != "all_reduce" or not self.hidden:
-                self.read(id(v))
+                self.read(v)
 
     def repeat(self, node: Node) -> None:
         """The first iteration, and the second for all others: it waits for what came before."""
         repeat, carries = node.repeat, node.repeat.num_carries
-        made = [id(v) for v in repeat.body.outputs.values()]
-        entering, leaving = [*map(id, repeat.body.inputs.values())], [*map(id, node.outputs)]
+        made, entering = list(repeat.body.outputs.values()), list(repeat.body.inputs.values())
         for first, count in ((True, 1), (False, repeat.count - 1))[: repeat.count]:
             if not first:
                 self.move(made[:carries], entering[:carries])
@@ -156,7 +155,7 @@ class Timeline:
                 self.read(v)
             later_s = self.again(start, before, count)
             self.arrivals |= {v: self.arrivals[v] + later_s for v in made if v in self.arrivals}
-        self.move(made[:carries], leaving[:carries])
+        self.move(made[:carries], node.outputs[:carries])
 
     def again(self, start: int, before: Timeline, count: int) -> float:
         """Let the events since `before`, from `start` on, run `count` times. Returns the time."""
@@ -170,7 +169,7 @@ class Timeline:
             self.events[start:] = [Repeated(self.events[start:], count, period_s)]
         return later_s
 
-    def move(self, values: Sequence[int], to: Sequence[int]) -> None:
+    def move(self, values: Sequence[Value], to: Sequence[Value]) -> None:
         """A value on its way has another name from here on."""
         names = zip(values, to, strict=True)
         self.arrivals |= {n: self.arrivals.pop(v) for v, n in names if v in self.arrivals}

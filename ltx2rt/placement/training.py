@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from ltx2rt.graph.ir import Graph, Type
+from ltx2rt.graph.ir import Graph, Node, Type, Value
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.graph.trace import emit
 from ltx2rt.passes.adapters import MARK
@@ -23,36 +23,36 @@ ATTENTION_BACKWARD = 2.5
 STATE_BYTES = 16  # bytes for a trained number: itself, its gradient and both moments, float32
 
 
-def runs_of(graph: Graph, remat: str) -> dict[int, Counts]:
-    """How often each node of a `train-step` graph with adapters runs in one step, by the node's id.
+def runs_of(graph: Graph, remat: str) -> dict[Node, Counts]:
+    """How often each node of a `train-step` graph with adapters runs in one step.
     remat: of `backend.REMAT`."""
-    found: dict[int, Counts] = {}
+    found: dict[Node, Counts] = {}
     _visit(graph, set(), 0, remat, found)
     return found
 
 
 def _visit(
-    graph: Graph, learnt: set[int], again: int, remat: str, found: dict[int, Counts]
+    graph: Graph, learnt: set[Value], again: int, remat: str, found: dict[Node, Counts]
 ) -> None:
     """Enter the runs of the graph's nodes; adds values that depend on `learnt` ones."""
-    learnt |= {id(v) for name, v in graph.params.items() if MARK in name}
+    learnt |= {v for name, v in graph.params.items() if MARK in name}
     for node in graph.nodes:
         if node.op == "repeat":
             body, carries = node.repeat.body, node.repeat.num_carries
             entering, leaving = list(body.inputs.values()), list(body.outputs.values())
-            within = {id(v) for v, x in zip(entering, node.inputs, strict=True) if id(x) in learnt}
+            within = {v for v, x in zip(entering, node.inputs, strict=True) if x in learnt}
             for _ in range(carries + 1):  # a carry that one iteration makes the next one reads
                 _visit(body, within, int(remat != "none"), remat, found)
                 pairs = zip(leaving[:carries], entering[:carries], strict=True)
-                within |= {id(first) for last, first in pairs if id(last) in within}
-            learnt |= {id(v) for v, x in zip(node.outputs, leaving, strict=True) if id(x) in within}
+                within |= {first for last, first in pairs if last in within}
+            learnt |= {v for v, x in zip(node.outputs, leaving, strict=True) if x in within}
             continue
-        wanted = [id(v) in learnt for v in node.inputs]
+        wanted = [v in learnt for v in node.inputs]
         if any(wanted):
-            learnt |= {id(v) for v in node.outputs}
+            learnt.update(node.outputs)
         backward = ATTENTION_BACKWARD * any(wanted) if node.op == "attention" else sum(wanted[:2])
         kept = remat == "exchanges" and any(wanted)
-        found[id(node)] = Counts(1 + again + backward, 1 + again * (not kept) + any(wanted))
+        found[node] = Counts(1 + again + backward, 1 + again * (not kept) + any(wanted))
 
 
 def gradient_sums(graph: Graph, mesh: Mapping[str, int]) -> Graph:
@@ -114,9 +114,9 @@ def training_memory(graph: Graph, remat: str, ema: bool = False) -> TrainingMemo
 
 def _exchanged_bytes(body: Graph) -> int:
     """Bytes of a block's results of exchanges, but for weights that are gathered."""
-    params = {id(v) for v in body.params.values()}
+    params = set(body.params.values())
     made = (node for node in body.nodes if node.op in COLLECTIVES)
-    found = [n for n in made if not params & set(map(id, n.inputs))]
+    found = [n for n in made if params.isdisjoint(n.inputs)]
     return sum(v.type.nbytes for node in found for v in node.outputs)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.video import read_mask, video_info
-from ltx2rt.models.geometry import Geometry, pack_video, pixel_frames, reference_positions
+from ltx2rt.models.geometry import Geometry, pack_video, pixel_frames, video_positions
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Conditioning, Tokens
@@ -73,7 +73,7 @@ class Reference(Conditioning):
         return self._tokens(latent, self._weights())
 
     def _tokens(self, latent: np.ndarray, weights: np.ndarray | None) -> Tokens:
-        positions = reference_positions(self.source.geometry, self.downscale, self.source.stride)
+        positions = video_positions(self.source.geometry, self.downscale, self.source.stride)
         return Tokens(
             pack_video(latent), np.float32(1) - np.float32(self.strength), positions, weights
         )
@@ -109,5 +109,5 @@ class StageReference(Conditioning):
 
     def _tokens(self, latent: np.ndarray) -> Tokens:
         return Tokens(
-            pack_video(latent), np.float32(0), reference_positions(self.geometry, self.downscale)
+            pack_video(latent), np.float32(0), video_positions(self.geometry, self.downscale)
         )

@@ -16,7 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.models import train_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
-from ltx2rt.models.geometry import Geometry, audio_positions, reference_positions, video_positions
+from ltx2rt.models.geometry import Geometry, audio_positions, video_positions
 from ltx2rt.passes.adapters import MARK, Adapters, modules
 from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.plan import StageCost, Work, cost
@@ -62,7 +62,7 @@ class Step:
         g = self.geometry
         video = video_positions(g) if "video" in self.streams else None
         if video is not None and self.reference:
-            video = np.concatenate([video, reference_positions(*self.reference)], axis=1)
+            video = np.concatenate([video, video_positions(*self.reference)], axis=1)
         audio = audio_positions(g) if "audio" in self.streams else None
         if audio is not None and self.heard:
             audio = np.concatenate([audio, audio], axis=1)

@@ -153,7 +153,7 @@ def test_carry_must_leave_as_it_entered():
 
     refused(
         lambda o: o.repeat(block, 2, {"x": x_of(o)})[0]["x"],
-        r"carry x enters as f32\[B=2, tokens=5, D=6\] and leaves as bf16\[B=2, tokens=5, D=6\]",
+        r"repeat gives %\d: f32\[B=2, tokens=5, D=6\] for x: bf16\[B=2, tokens=5, D=6\]",
     )
 
 
@@ -161,12 +161,12 @@ def test_data_must_lead_with_one_row_per_layer():
     def block(o, carry, invariant, data):
         return {"x": o.mul(carry["x"], data["d"])}, {}
 
-    for sizes in ({"layers": 4}, {"D": 6, "layers": 3}):
+    for sizes in ({"layers": 4}, {"rows": 3}):
         refused(
             lambda o, sizes=sizes: o.repeat(
                 block, 3, {"x": x_of(o)}, data={"d": x_of(o, "d", **sizes)}
             )[0]["x"],
-            "expected a leading axis layers=3",
+            r"repeat passes d: f32\[.*\] to d: f32\[layers=3\]",
         )
 
 

@@ -12,7 +12,7 @@ from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import (
     pack_audio,
     pack_video,
-    reference_positions,
+    video_positions,
 )
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
@@ -76,7 +76,7 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
         heard = voice if sound is None else sound
         times = np.maximum(4 * np.arange(len(heard))[:, None] + np.array([-3, 1]), 0) / 100
         times = (times - times[-1, 1] - 0.04)[None].astype(np.float32)
-        beside = {"video": reference_positions(coarse, 2), "audio": times}
+        beside = {"video": video_positions(coarse, 2), "audio": times}
         places = positions_of(g).items()
         positions = {m: np.concatenate([own, beside[m]], 1) for m, own in places}
         targets, n = g.num_video_tokens, g.audio_latents

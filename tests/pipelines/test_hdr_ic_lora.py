@@ -12,7 +12,7 @@ from ltx2rt.media import hdr
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import (
     pack_video,
-    reference_positions,
+    video_positions,
 )
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan, resolved_stages
@@ -70,7 +70,7 @@ def test_every_step_is_the_formula_over_diffusers(tiny, sessions, clip):
         coarse = replace(g, rows=g.rows // 2, columns=g.columns // 2)
         seen = pack_video(state.record[f"reference.{number}"])[0].astype(np.float64)
         places = positions_of(g)
-        places["video"] = np.concatenate([places["video"], reference_positions(coarse, 2)], 1)
+        places["video"] = np.concatenate([places["video"], video_positions(coarse, 2)], 1)
         silent = np.zeros((g.audio_latents, 128))
         clean = {"video": np.concatenate([np.zeros((g.num_video_tokens, 128)), seen])}
         start = {m: np.zeros(x.shape) for m, x in (clean | {"audio": silent}).items()}

@@ -20,7 +20,7 @@ from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import (
     pack_audio,
     pack_video,
-    reference_positions,
+    video_positions,
 )
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.ic_lora import ICLora, hdr_log
@@ -493,7 +493,7 @@ def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
         places, tokens = positions_of(g), g.num_video_tokens
         clean, mask = np.zeros((tokens, 128)), np.ones(tokens)
         if stage == "stage1":
-            places["video"] = np.concatenate([places["video"], reference_positions(coarse, 2)], 1)
+            places["video"] = np.concatenate([places["video"], video_positions(coarse, 2)], 1)
             clean, mask = np.concatenate([clean, seen]), np.append(mask, np.zeros(len(seen)))
         start = {"video": np.zeros(clean.shape) if stage == "stage1" else made, "audio": sound}
         clean = {"video": clean, "audio": sound}

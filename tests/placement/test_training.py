@@ -28,13 +28,11 @@ def test_a_frozen_weight_has_no_gradient_and_what_is_before_the_adapters_none_at
     graph = placed("2.3", {})
     runs = runs_of(graph, remat="none")
     before = graph.nodes[: next(i for i, node in enumerate(graph.nodes) if node.op == "repeat")]
-    assert all(runs[id(node)].work == 1 for node in before if node_flops(node))
+    assert all(runs[node].work == 1 for node in before if node_flops(node))
     body = graph.repeats[0].body
     linears = [node for node in body.nodes if node.op == "linear"]
     names = {id(v): name for name, v in body.params.items()}
-    of_weights = {
-        names[id(n.inputs[1])]: runs[id(n)].work for n in linears if id(n.inputs[1]) in names
-    }
+    of_weights = {names[id(n.inputs[1])]: runs[n].work for n in linears if id(n.inputs[1]) in names}
     assert of_weights["model.diffusion_model.transformer_blocks.*.ff.net.2.weight"] == 2
     context = {work for name, work in of_weights.items() if MARK in name and "attn2.to_k" in name}
     # A beside a product of the prompt, which depends on nothing that is trained.

@@ -14,7 +14,6 @@ from ltx2rt.models.geometry import (
     Geometry,
     keyframe_positions,
     pack_video,
-    reference_positions,
     video_positions,
 )
 from ltx2rt.session.call import Call
@@ -61,7 +60,7 @@ def test_tokens_of_keyframes_are_the_first_latents_and_those_that_are_generated(
 def test_latents_of_an_earlier_stage_cover_as_many_pixels_as_they_stand_for():
     half = replace(G, rows=1)
     given = StageReference("stage1", half, downscale=2)
-    np.testing.assert_array_equal(given.blank().positions, reference_positions(half, 2))
+    np.testing.assert_array_equal(given.blank().positions, video_positions(half, 2))
 
 
 @given(st.floats(0, 1), st.floats(0, 1))
@@ -159,7 +158,7 @@ def test_positions_of_a_reference(downscale, stride):
             for column in range(G.columns):
                 places = [[n * 32 * downscale for n in (i, i + 1)] for i in (row, column)]
                 expected.append([times, *places])
-    found = reference_positions(G, downscale, stride)
+    found = video_positions(G, downscale, stride)
     assert found.dtype == np.float32
     # Three float32 roundings.
     np.testing.assert_allclose(found, np.array(expected).transpose(1, 0, 2), rtol=3e-7)

@@ -14,7 +14,7 @@ from ltx2rt import cli
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import video_info
-from ltx2rt.models.geometry import reference_positions, video_positions
+from ltx2rt.models.geometry import video_positions
 from ltx2rt.models.transformer import position_feeds
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
@@ -66,7 +66,7 @@ def test_reference_tokens_are_given_and_follow_those_of_the_clip(model, referenc
     assert x["video_noised"].tolist() == [[1] * 8 + [0] * 2]
     g, (own, *scales) = run.step.geometry, run.step.reference
     assert scales == [2, 1] and (own.rows, own.columns) == (1, 1)
-    positions = np.concatenate([video_positions(g), reference_positions(own, 2)], axis=1)
+    positions = np.concatenate([video_positions(g), video_positions(own, 2)], axis=1)
     for name, table in position_feeds(run.session.config.transformer, positions, None).items():
         np.testing.assert_array_equal(x[name], table)
     half = start(
@@ -213,7 +213,7 @@ def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mo
     at = np.maximum(4 * np.arange(n + 1) - 3, 0) * 0.01  # seconds; 4 mel frames of 10 ms, causal
     times = np.stack([at[:-1], at[1:]], 1)
     feeds = {"audio_positions": np.concatenate([times, times])[None, None].astype(np.float32)}
-    feeds["video_positions"] = np.concatenate([video_positions(g), reference_positions(g)], 1)[None]
+    feeds["video_positions"] = np.concatenate([video_positions(g), video_positions(g)], 1)[None]
     for name in ("video", "audio"):
         count = feeds[f"{name}_positions"].shape[2]
         channels = config.video_channels if name == "video" else config.audio_channels
