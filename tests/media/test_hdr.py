@@ -70,30 +70,25 @@ def test_exr_files_keep_half_floats(tmp_path, space, size):
     header = {name: value for name, value, _ in hdr.attributes(data)}
     assert header["compression"] == b"\3" and header["channels"].count(b"\1\0\0\0\0") >= 3
     assert header["colorSpace"] == hdr.EXR_NAMES[space].encode()
-    assert_array_equal(
-        np.frombuffer(header["chromaticities"], np.float32),
-        np.float32(hdr.CHROMATICITIES[space]),
-    )
+    primaries = np.frombuffer(header["chromaticities"], np.float32)
+    assert_array_equal(primaries, np.float32(hdr.CHROMATICITIES[space]))
 
 
 def test_what_is_no_exr_is_refused(tmp_path):
     whole = hdr.exr_bytes(np.ones((32, 32, 3), np.float32), "ACESCG")
+    box, huge = (np.array([0, 0, last, last], "<i4").tobytes() for last in (31, 10**6))
     wrong = np.ones((4, 4, 3), np.float32)
     wrong[1, 1] = np.nan
     for name, data, said in (
         ("empty", b"", "does not begin"), ("text", b"#EXTM3U\nfile:///etc/passwd", "does not begin"),
         ("cut", whole[:200], "no readable EXR"), ("nan", hdr.exr_bytes(wrong, "ACESCG"), "NaN"),
-        ("huge", whole.replace(struct_box(31), struct_box(10**6)), "EXR"),
+        ("huge", whole.replace(box, huge), "EXR"),
     ):  # fmt: skip
         (tmp_path / f"{name}.exr").write_bytes(data)
         with refused(said):
             hdr.read_exr(tmp_path / f"{name}.exr")
     with refused("not a file"):
         hdr.read_exr(tmp_path)
-
-
-def struct_box(last):
-    return np.array([0, 0, last, last], "<i4").tobytes()
 
 
 def clip(size=(64, 96), frames=9):
@@ -112,21 +107,22 @@ def test_videos_say_what_they_are(tmp_path, transfer, code):
     given = {"num_frames": 9, "fps": Fraction(24), "waveform": wave, "sample_rate": 48000}
     write_clip(path, [chunk], hdr=how, **given)
     with av.open(str(path)) as found:
-        stream = found.streams.video[0]
-        codec, frame = stream.codec_context, next(found.decode(video=0))
+        codec = found.streams.video[0].codec_context
         assert (codec.name, codec.pix_fmt, codec.codec_tag) == ("hevc", "yuv420p10le", "hvc1")
         tags = codec.color_primaries, codec.color_trc, codec.colorspace, codec.color_range
         assert tuple(map(int, tags)) == (9, code, 9, 1)
-        plane = frame.planes[0]
-        luma = np.frombuffer(plane, np.uint16).reshape(64, plane.line_size // 2)[:, :96]
+
+    def luma(file):
+        with av.open(str(file)) as found:
+            plane = next(found.decode(video=0)).planes[0]
+            rows = np.frombuffer(plane, np.uint16).reshape(64, plane.line_size // 2)
+            return rows[:, :96].astype(int)
+
     shown = hdr.video_signal(chunk[:, 0].transpose(1, 2, 0).astype(np.float64), how)
-    assert np.abs(luma.astype(int) - hdr.ten_bits(shown)[0]).mean() < 2  # codes of 1023
+    assert np.abs(luma(path) - hdr.ten_bits(shown)[0]).mean() < 2  # codes of 1023
     again = tmp_path / "b.mp4"
     write_clip(again, [hdr.to_codes(chunk)], hdr=how, **given)  # 16 bits, as segments keep it
-    with av.open(str(again)) as found:
-        plane = next(found.decode(video=0)).planes[0]
-        near = np.frombuffer(plane, np.uint16).reshape(64, plane.line_size // 2)[:, :96]
-    assert np.abs(luma.astype(int) - near).max() <= 4  # crf 12
+    assert np.abs(luma(path) - luma(again)).max() <= 4  # crf 12
     write_clip(again, [chunk], hdr=how, **given)
     assert again.read_bytes() == path.read_bytes()
 
@@ -162,14 +158,10 @@ def test_codes_of_16_bits_come_back():
 def test_frames_are_written_as_exr(tmp_path):
     chunk, name = clip(frames=3), tmp_path / "f-%05d.exr"
     check_output(name)
-    write_clip(
-        name, [chunk[:, :1], chunk[:, 1:]], num_frames=3, fps=Fraction(24),
-        hdr=hdr.HighRange("ACESCG"),
-    )  # fmt: skip
+    how = hdr.HighRange("ACESCG")
+    write_clip(name, [chunk[:, :1], chunk[:, 1:]], num_frames=3, fps=Fraction(24), hdr=how)
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"f-{i:05d}.exr" for i in range(3)]
-    expected = hdr.from_model(chunk[:, 1].transpose(1, 2, 0), hdr.HighRange("ACESCG")).astype(
-        np.float16
-    )
+    expected = hdr.from_model(chunk[:, 1].transpose(1, 2, 0), how).astype(np.float16)
     assert_array_equal(hdr.read_exr(tmp_path / "f-00001.exr"), expected)
     with refused("is there already"):
         check_output(name)

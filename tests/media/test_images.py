@@ -1,10 +1,12 @@
 """Conditioning images are read as the reference reads them."""
 
+import math
 import os
 import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms, ImageFile
@@ -25,27 +27,20 @@ def photo(height=37, width=53, seed=0):
     """Smooth colour gradients with some noise, as a codec expects."""
     y, x = np.mgrid[:height, :width]
     base = np.stack([255 * x / width, 255 * y / height, 127 + 100 * np.sin(x / 9 + y / 7)], axis=-1)
-    return np.clip(base + np.random.default_rng(seed).normal(0, 4, base.shape), 0, 255).astype(
-        np.uint8
-    )
+    noise = np.random.default_rng(seed).normal(0, 4, base.shape)
+    return np.clip(base + noise, 0, 255).astype(np.uint8)
 
 
 @settings(max_examples=30, deadline=None)
 @given(*(st.integers(1, 70) for _ in range(4)))
 def test_cover_equals_torch_interpolate_and_a_centre_crop(rows, columns, height, width):
-    import math
-
-    import torch
-
     pixels = photo(rows, columns)
     scale = max(height / rows, width / columns)
     size = (math.ceil(rows * scale), math.ceil(columns * scale))
     planes = torch.from_numpy(pixels).permute(2, 0, 1)[None].float()
-    scaled = torch.nn.functional.interpolate(
-        planes, size=size, mode="bilinear", align_corners=False
-    )[0].permute(1, 2, 0)
+    scaled = torch.nn.functional.interpolate(planes, size=size, mode="bilinear")[0]
     top, left = (size[0] - height) // 2, (size[1] - width) // 2
-    expected = scaled[top : top + height, left : left + width].numpy()
+    expected = scaled.permute(1, 2, 0)[top : top + height, left : left + width].numpy()
     # torch may fuse multiply and add: source coordinates near 70 carry 8e-6, times a step of at
     # most 255
     np.testing.assert_allclose(cover(pixels, width, height), expected, atol=4e-3)
@@ -63,17 +58,14 @@ def test_recompression_equals_the_reference_bitwise():
     assert recompress(pixels[:1], 33).shape == (1, 64, 3)
 
 
-@pytest.mark.parametrize(
-    "shown",
-    [
-        np.asarray,
-        lambda picture: np.asarray(picture).transpose(2, 0, 1) / np.float32(255),
-        lambda picture: np.asarray(picture).astype(np.uint16) * 257,
-        lambda picture: np.dstack([np.asarray(picture), np.zeros((37, 53), np.uint8)]),
-        lambda picture: picture.transpose(Image.Transpose.ROTATE_90),
-        lambda picture: picture.convert("RGBA"),
-    ],
-)
+@pytest.mark.parametrize("shown", [
+    np.asarray,
+    lambda picture: np.asarray(picture).transpose(2, 0, 1) / np.float32(255),
+    lambda picture: np.asarray(picture).astype(np.uint16) * 257,
+    lambda picture: np.dstack([np.asarray(picture), np.zeros((37, 53), np.uint8)]),
+    lambda picture: picture.transpose(Image.Transpose.ROTATE_90),
+    lambda picture: picture.convert("RGBA"),
+])  # fmt: skip
 def test_pixels_in_memory_become_a_file(tmp_path, shown):
     given = shown(picture := Image.fromarray(photo()))
     if given is not picture and isinstance(given, Image.Image) and given.size != picture.size:
@@ -83,9 +75,8 @@ def test_pixels_in_memory_become_a_file(tmp_path, shown):
 
 
 def test_arrays_that_are_no_picture_are_refused(tmp_path):
-    for array in (
-        np.zeros((2, 3, 4, 3)), np.zeros((0, 4)), np.full((4, 4), 1.5), np.full((4, 4), -1),
-    ):  # fmt: skip
+    large, negative = np.full((4, 4), 1.5), np.full((4, 4), -1)
+    for array in (np.zeros((2, 3, 4, 3)), np.zeros((0, 4)), large, negative):
         with refused(r"^image: "):
             on_disk(array, tmp_path)
     grey = on_disk(np.eye(4, dtype=bool), tmp_path)
@@ -98,10 +89,8 @@ def test_an_image_becomes_one_frame_in_minus_one_to_one(tmp_path):
     frame = load_conditioning_image(tmp_path / "a.png", 64, 32, crf=0)
     assert frame.shape == (1, 3, 1, 32, 64) and frame.dtype == np.float32
     assert -1 <= frame.min() < -0.8 and 0.8 < frame.max() <= 1
-    expected = cover(photo(), 64, 32)
-    np.testing.assert_array_equal(
-        frame[0, :, 0], (expected / np.float32(127.5) - 1).transpose(2, 0, 1)
-    )
+    expected = (cover(photo(), 64, 32) / np.float32(127.5) - 1).transpose(2, 0, 1)
+    np.testing.assert_array_equal(frame[0, :, 0], expected)
 
 
 UPRIGHT = {  # EXIF orientation: how its pixels are stored, of an upright image
@@ -221,26 +210,18 @@ def test_what_is_left_out_is_said(tmp_path):
     picture.save(tmp_path / "plain.png")
     picture.convert("RGBA").save(tmp_path / "alpha.png")
     Image.fromarray(photo()[..., 0]).save(tmp_path / "key.png", transparency=3)
-    picture.save(
-        tmp_path / "moving.gif",
-        save_all=True,
-        append_images=[Image.fromarray(photo(seed=i)) for i in (1, 2)],
-    )
-    assert notes(tmp_path / "plain.png") == []
-    for name in ("alpha.png", "key.png"):
-        assert notes(tmp_path / name) == [
-            f"{tmp_path / name}: its alpha channel is dropped, what it hides becomes visible"
-        ]
-    assert notes(tmp_path / "moving.gif") == [
-        f"{tmp_path / 'moving.gif'}: only the first of its 3 frames is used"
-    ]
+    more = [Image.fromarray(photo(seed=i)) for i in (1, 2)]
+    picture.save(tmp_path / "moving.gif", save_all=True, append_images=more)
+    hidden = "its alpha channel is dropped, what it hides becomes visible"
+    moving = "only the first of its 3 frames is used"
+    for name, said in (("alpha", hidden), ("key", hidden), ("moving", moving), ("plain", None)):
+        (path,) = tmp_path.glob(f"{name}.*")
+        assert notes(path) == ([f"{path}: {said}"] if said else [])
 
 
 @pytest.mark.parametrize("rows, columns", [(90, 200), (200, 90), (33, 40), (48, 64)])
 def test_bicubic_equals_torch_with_antialias_and_a_crop(rows, columns):
     """Clips of training: scaled down by up to 4, up by 2, and not at all; float64 reference."""
-    import torch
-
     pixels, height, width = photo(rows, columns), 48, 64
     pixels[: rows // 2] = np.random.default_rng(0).integers(0, 2, pixels[: rows // 2].shape) * 255
     wide = columns * height > rows * width
@@ -249,9 +230,7 @@ def test_bicubic_equals_torch_with_antialias_and_a_crop(rows, columns):
     scaled = torch.nn.functional.interpolate(planes, size=size, mode="bicubic", antialias=True)
     expected = (scaled[0].clamp(0, 1) * 2 - 1).numpy()
     for place in ((0.5, 0.5), (1.0, 0.0)):
-        left, top = (
-            int((a - b) * p) for a, b, p in zip(size[::-1], (width, height), place, strict=True)
-        )
+        left, top = int((size[1] - width) * place[0]), int((size[0] - height) * place[1])
         found = bicubic(pixels, width, height, place)
         part = expected[:, top : top + height, left : left + width]
         assert np.abs(found - part).max() < 2e-6  # float32 sums of at most 18 taps

@@ -70,13 +70,10 @@ def properties(file: Path) -> dict[str, str]:
     return dict(next(root.iter("{http://www.w3.org/1999/02/22-rdf-syntax-ns#}Description")).attrib)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "a.mp4", "a.mov", "a.webm", "a%02d.png", "a.wav", "hdr%02d.exr", "hdr.mp4", "a.jpg",
-        "a.webp", "hdr.exr", "a.gif",
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("name", [
+    "a.mp4", "a.mov", "a.webm", "a%02d.png", "a.wav", "hdr%02d.exr", "hdr.mp4", "a.jpg", "a.webp",
+    "hdr.exr", "a.gif",
+])  # fmt: skip
 def test_every_form_says_that_a_model_made_it(name, tmp_path):
     hdr = HighRange("SRGB_LINEAR") if name.startswith("hdr") else None
     chunks = [RNG.uniform(-1, 1, (3, 9, 64, 64)).astype(np.float32)] if hdr else [FRAMES]
@@ -101,10 +98,8 @@ def test_a_clip_that_keeps_parts_of_another_says_so(tmp_path):
 
 
 def test_a_clip_that_was_streamed_meanwhile_is_marked(tmp_path):
-    clip = FollowedClip(
-        tmp_path / "a.mp4", tmp_path / "s.mp4", MP4, fps=Fraction(24), sample_rate=None, comment=None,
-        origin=ORIGIN,
-    )  # fmt: skip
+    how = {"fps": Fraction(24), "sample_rate": None, "comment": None, "origin": ORIGIN}
+    clip = FollowedClip(tmp_path / "a.mp4", tmp_path / "s.mp4", MP4, **how)
     clip.add(FRAMES, None)
     clip.close()
     write_clip(tmp_path / "part.mp4", [FRAMES], **CLIP)
@@ -134,11 +129,7 @@ def certificate(folder: Path, days: int = 365, usage: str = "EMAIL_PROTECTION", 
 
     now = datetime.datetime.now(datetime.UTC)
     root = ec.generate_private_key(ec.SECP256R1())
-    key = (
-        rsa_keys.generate_private_key(65537, 2048)
-        if rsa
-        else ec.generate_private_key(ec.SECP256R1())
-    )
+    key = rsa_keys.generate_private_key(65537, 2048) if rsa else ec.generate_private_key(root.curve)
 
     def named(text):
         kinds = ((NameOID.ORGANIZATION_NAME, "tests"), (NameOID.COMMON_NAME, text))
@@ -162,15 +153,12 @@ def certificate(folder: Path, days: int = 365, usage: str = "EMAIL_PROTECTION", 
             builder = builder.add_extension(purpose, critical=False)
         return builder.sign(root, hashes.SHA256())
 
-    chain = [
-        signed("leaf", key.public_key(), False, days),
-        signed("root", root.public_key(), True, 999),
-    ]
-    pem = serialization.Encoding.PEM
+    leaf = signed("leaf", key.public_key(), False, days)
+    pem, plain = serialization.Encoding.PEM, serialization.NoEncryption()
     paths = folder / "cert.pem", folder / "key.pem"
+    chain = leaf, signed("root", root.public_key(), True, 999)
     paths[0].write_bytes(b"".join(one.public_bytes(pem) for one in chain))
-    no_password = serialization.NoEncryption()
-    paths[1].write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, no_password))
+    paths[1].write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, plain))
     return paths
 
 
@@ -188,27 +176,15 @@ def actions_of(found):
     return labelled["c2pa.actions.v2"]["actions"]
 
 
-@pytest.mark.parametrize(
-    ("name", "rsa"),
-    [
-        ("a.mp4", 0),
-        ("a.mov", 1),
-        ("a%02d.png", 0),
-        ("a.wav", 0),
-        ("a.jpg", 0),
-        ("a.webp", 1),
-        ("a.gif", 0),
-    ],
-)
-def test_signed_files_are_valid_until_a_byte_changes(name, rsa, tmp_path):
+@pytest.mark.parametrize("name", ["a%02d.png", *(f"a{kind}" for kind in TYPES if kind != ".png")])
+def test_signed_files_are_valid_until_a_byte_changes(name, tmp_path):
     pytest.importorskip("c2pa")
     given = tmp_path / "given.mp4"
     write_clip(given, [FRAMES], **CLIP)
     (tmp_path / "shown.mkv").write_bytes(b"no format that c2pa reads")
-    origin = Origin(
-        "LTX-2.3", "dev", "7", now(), (given,), (tmp_path / "shown.mkv",),
-        read_signature(*certificate(tmp_path, rsa=bool(rsa))),
-    )  # fmt: skip
+    signature = read_signature(*certificate(tmp_path, rsa=name in ("a.mov", "a.webp")))
+    files = (given,), (tmp_path / "shown.mkv",)
+    origin = Origin("LTX-2.3", "dev", "7", now(), *files, signature)
     chunks = [] if name.endswith(".wav") else [FRAMES[:1] if is_still(Path(name)) else FRAMES]
     for file in write_clip(tmp_path / name, chunks, **CLIP, origin=origin):
         state, found = manifest(file)
@@ -274,9 +250,8 @@ def test_a_batch_marks_and_signs_its_clips(command, tmp_path):
     words += ["--model", Path(__file__).parents[2] / "examples/tiny-trained", "--sign", *names]
     status, _, said = command(*words, "--no-provenance")
     assert status == 2 and "--sign contradicts --no-provenance" in said
-    status, _, said = command(
-        "batch", jobs, "--output-dir", out, "--server", "http://127.0.0.1:9", "--sign", *names
-    )
+    elsewhere = ("--server", "http://127.0.0.1:9", "--sign", *names)
+    status, _, said = command("batch", jobs, "--output-dir", out, *elsewhere)
     assert status == 2 and "--sign: with --server, the server's flags mark the files" in said
     status, _, said = command(*words, "--no-metadata")
     assert status == 0, said

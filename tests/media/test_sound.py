@@ -93,9 +93,8 @@ def test_planar_and_compressed_samples(tmp_path, name, codec, bits):
 def test_cuts_are_counted_in_samples(tmp_path):
     samples = (signal(RATE, 5003) * 2**15).astype(np.int16)
     path = stored(tmp_path / "a.mka", "flac", samples)  # whose times are milliseconds
-    for start_s, length_s in (
-        (0.0, None), (0.0, 0.1), (0.1003, 0.05), (0.25, 9.0), (5002 / RATE, 1.0),
-    ):  # fmt: skip
+    late = (5002 / RATE, 1.0)
+    for start_s, length_s in ((0.0, None), (0.0, 0.1), (0.1003, 0.05), (0.25, 9.0), late):
         first = round(start_s * RATE)
         last = None if length_s is None else first + round(length_s * RATE)
         found, _ = read_sound(path, start_s, length_s)
@@ -107,26 +106,18 @@ def test_cuts_are_counted_in_samples(tmp_path):
 def test_aac_is_aligned(tmp_path):
     """What `generate` writes, read again: no priming samples are left in front."""
     sound, frames = signal(48000, 24000), np.zeros((3, 12, 16, 16), np.float32)
-    write_mp4(
-        tmp_path / "a.mp4", [frames], num_frames=12, fps=Fraction(24), waveform=sound,
-        sample_rate=48000,
-    )  # fmt: skip
+    given = {"num_frames": 12, "fps": Fraction(24), "waveform": sound, "sample_rate": 48000}
+    write_mp4(tmp_path / "a.mp4", [frames], **given)
     found, rate = read_sound(tmp_path / "a.mp4", 0.0, 0.5)
     assert rate == 48000 and found.shape == (2, 24000)
-    match = [
-        np.corrcoef(found[0, 2000 + lag : 22000 + lag], sound[0, 2000:22000])[0, 1]
-        for lag in (-1, 0, 1)
-    ]
+    shifted = [found[0, 2000 + lag : 22000 + lag] for lag in (-1, 0, 1)]
+    match = [np.corrcoef(x, sound[0, 2000:22000])[0, 1] for x in shifted]
     assert np.argmax(match) == 1 and match[1] > 0.99
 
 
 def test_what_holds_no_sound_is_refused_in_one_line(tmp_path):
-    write_mp4(
-        tmp_path / "silent.mp4",
-        [np.zeros((3, 1, 16, 16), np.float32)],
-        num_frames=1,
-        fps=Fraction(24),
-    )
+    black = [np.zeros((3, 1, 16, 16), np.float32)]
+    write_mp4(tmp_path / "silent.mp4", black, num_frames=1, fps=Fraction(24))
     whole = stored(tmp_path / "a.flac", "flac", np.zeros((2, 5000), np.int16)).read_bytes()
     (tmp_path / "cut.flac").write_bytes(whole[:30])
     (tmp_path / "text.wav").write_text("RIFF of no waves")
@@ -139,20 +130,14 @@ def test_what_holds_no_sound_is_refused_in_one_line(tmp_path):
     stored(tmp_path / "slow.wav", "pcm_s16le", np.zeros((2, 9), np.int16), rate=100)
     os.mkfifo(tmp_path / "pipe.wav")
     for name, message in (
-        ("silent.mp4", "holds no sound"),
-        ("cut.flac", "no readable sound|holds no sound|is empty"),
-        ("text.wav", "no readable sound"),
-        ("list.m3u8", "no readable sound"),
-        ("empty.wav", "its sound is empty|no readable sound"),
-        ("nan.wav", "NaN or infinite"),
+        ("silent.mp4", "holds no sound"), ("cut.flac", "no readable sound|holds no sound|is empty"),
+        ("text.wav", "no readable sound"), ("list.m3u8", "no readable sound"),
+        ("empty.wav", "its sound is empty|no readable sound"), ("nan.wav", "NaN or infinite"),
         ("numbers.wav", r"its samples reach 3\.28e\+04, expected -1 to 1; divide them by .* 32768"),
         ("loud.wav", r"its samples reach 3e\+29, expected -1 to 1"),
-        ("louder.wav", "NaN or infinite"),
-        ("slow.wav", "a sample rate of 100 Hz"),
-        ("pipe.wav", "not a file"),
-        ("gone.wav", "not a file"),
-        (".", "not a file"),
-    ):
+        ("louder.wav", "NaN or infinite"), ("slow.wav", "a sample rate of 100 Hz"),
+        ("pipe.wav", "not a file"), ("gone.wav", "not a file"), (".", "not a file"),
+    ):  # fmt: skip
         with refused(message) as error:
             read_sound(tmp_path / name)
         assert str(tmp_path / name) in str(error.value) and "\n" not in str(error.value)

@@ -22,11 +22,8 @@ def draw(*shape):
 def test_frames_outside_are_the_sources(made, sizes, rgb):
     clip = draw(3, 17, 4, 6)
     source = np.random.default_rng(0).integers(0, 256, (17, 4, 6, 3), np.uint8)
-    chunks = (
-        np.split(to_rgb8(clip), np.cumsum(sizes)[:-1])
-        if rgb
-        else np.split(clip, np.cumsum(sizes)[:-1], 1)
-    )
+    whole, axis = (to_rgb8(clip), 0) if rgb else (clip, 1)
+    chunks = np.split(whole, np.cumsum(sizes)[:-1], axis)
     found = list(splice_frames(chunks, iter(source), made))
     assert [len(chunk) for chunk in found] == sizes
     expected = source.copy()
@@ -47,10 +44,9 @@ def test_the_source_is_taken_as_it_is_needed():
     assert taken == list(range(9))
 
 
-@pytest.mark.parametrize(
-    ("shape", "said"),
-    [((8, 4, 6, 3), "nothing at frame 8"), ((9, 6, 4, 3), "4x6 at frame 0, expected 6x4")],
-)
+@pytest.mark.parametrize("shape, said", [
+    ((8, 4, 6, 3), "nothing at frame 8"), ((9, 6, 4, 3), "4x6 at frame 0, expected 6x4"),
+])  # fmt: skip
 def test_a_source_of_another_length_or_size_is_refused(shape, said):
     with pytest.raises(ValueError, match=f"source: {said}"):
         next(splice_frames([draw(3, 9, 4, 6)], np.zeros(shape, np.uint8), range(9)))

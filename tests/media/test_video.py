@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import av
 import numpy as np
 import pytest
+import torch
 
 from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, wide_to_709
 from ltx2rt.media.mp4 import HLG, PQ, write_mp4
+from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import VideoInfo, read_frames, read_mask, video_info
 from tests.conftest import refused
 
@@ -20,15 +22,9 @@ TICKS = Fraction(1, 240)  # of the timestamps that are written
 
 
 def write(
-    path,
-    times=range(0, 170, 10),
-    codec="libx264",
-    sound_s=0.0,
-    rotation=0,
-    rate=24,
-    size=(48, 32),
+    path, times=range(0, 170, 10), codec="libx264", sound_s=0.0, rotation=0, rate=24, size=(48, 32),
     **options,
-):
+):  # fmt: skip
     """Frames of these times in ticks: u8[F, H, W, 3], brightness by number, a white corner."""
     frames = np.full((len(times), size[1], size[0], 3), 20, np.uint8)
     frames += (np.arange(len(times), dtype=np.uint8) * 10)[:, None, None, None]
@@ -41,13 +37,11 @@ def write(
         if rotation:
             stream.set_display_rotation(rotation)
         if sound_s:
-            sound = container.add_stream(
-                "libopus" if codec == "libvpx-vp9" else "aac", rate=48000, layout="stereo"
-            )
+            kind = "libopus" if codec == "libvpx-vp9" else "aac"
+            sound = container.add_stream(kind, rate=48000, layout="stereo")
         for time, pixels in zip(times, frames, strict=True):
-            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24").reformat(
-                format=stream.pix_fmt
-            )
+            frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+            frame = frame.reformat(format=stream.pix_fmt)
             frame.pts, frame.time_base = time, TICKS
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
@@ -64,10 +58,9 @@ def read(path, count):
     return np.stack(list(read_frames(path, FLAG, count)))
 
 
-@pytest.mark.parametrize(
-    ("name", "codec"),
-    [("a.mp4", "libx264"), ("a.mov", "png"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9")],
-)
+@pytest.mark.parametrize("name, codec", [
+    ("a.mp4", "libx264"), ("a.mov", "png"), ("a.mkv", "libx264"), ("a.webm", "libvpx-vp9"),
+])  # fmt: skip
 def test_every_container_tells_its_size_rate_count_and_sound(tmp_path, name, codec):
     frames = write(tmp_path / name, codec=codec, sound_s=0.7)
     info = video_info(tmp_path / name, FLAG)
@@ -115,14 +108,10 @@ def test_a_first_timestamp_that_is_not_zero(tmp_path, name):
     assert len(read(tmp_path / name, 17)) == 17
 
 
-@pytest.mark.parametrize(
-    ("times", "rate", "expected"),
-    [
-        ([0, 10, 20, 40, 50, 60, 70, 80, 90], 24, [0, 1, 2, 2, 3, 4, 5, 6, 7, 8]),
-        ([0, 5, 10, 15, 20, 30, 40, 50, 60], 30, [0, 1, 3, 4, 5, 6, 6, 7, 8]),
-    ],
-)
-def test_a_variable_rate_is_resampled_by_time(tmp_path, times, rate, expected):
+@pytest.mark.parametrize("times, rate", [
+    ([0, 10, 20, 40, 50, 60, 70, 80, 90], 24), ([0, 5, 10, 15, 20, 30, 40, 50, 60], 30),
+])  # fmt: skip
+def test_a_variable_rate_is_resampled_by_time(tmp_path, times, rate):
     """To the nearest common rate of its average; the frame nearest in time. 240 ticks a second."""
     write(tmp_path / "a.mp4", times)
     info = video_info(tmp_path / "a.mp4", FLAG)
@@ -167,16 +156,10 @@ def test_a_file_without_timestamps_or_with_damaged_ones(tmp_path):
         assert len(read(path, 17)) == 17
 
 
-@pytest.mark.parametrize(
-    ("name", "sound_s", "options"),
-    [
-        ("a.mp4", 0.0, {"movflags": "+faststart"}),
-        ("a.mp4", 2.0, {"movflags": "+faststart"}),
-        ("a.mkv", 0.0, {}),
-    ],
-)
-def test_a_truncated_file_is_refused(tmp_path, name, sound_s, options):
-    write(tmp_path / name, range(0, 600, 10), sound_s=sound_s, size=(128, 96), **options)
+@pytest.mark.parametrize("name, sound_s", [("a.mp4", 0.0), ("a.mp4", 2.0), ("a.mkv", 0.0)])
+def test_a_truncated_file_is_refused(tmp_path, name, sound_s):
+    how = {"movflags": "+faststart"} if name == "a.mp4" else {}
+    write(tmp_path / name, range(0, 600, 10), sound_s=sound_s, size=(128, 96), **how)
     whole = (tmp_path / name).read_bytes()
     for part in (0.5, 0.6, 0.7):
         (tmp_path / name).write_bytes(whole[: int(len(whole) * part)])
@@ -195,9 +178,8 @@ def test_tags_that_are_no_text_do_not_matter(tmp_path):
     write(tmp_path / "a.mkv")
     data = (tmp_path / "a.mkv").read_bytes()
     assert b"Lavf" in data and b"00:00:00." in data
-    (tmp_path / "a.mkv").write_bytes(
-        data.replace(b"Lavf", b"La\xe9f").replace(b"00:00:00.", b"00:00:xx.")
-    )
+    data = data.replace(b"Lavf", b"La\xe9f").replace(b"00:00:00.", b"00:00:xx.")
+    (tmp_path / "a.mkv").write_bytes(data)
     assert video_info(tmp_path / "a.mkv", FLAG).num_frames == 17
 
 
@@ -226,13 +208,7 @@ def test_what_is_no_video_is_refused(tmp_path):
     write(tmp_path / "whole.mp4")
     # Its index is at the end.
     (tmp_path / "cut.mp4").write_bytes((tmp_path / "whole.mp4").read_bytes()[:900])
-    with av.open(str(tmp_path / "sound.wav"), "w") as container:
-        stream = container.add_stream("pcm_s16le", rate=8000, layout="mono")
-        frame = av.AudioFrame.from_ndarray(
-            np.zeros((1, 800), np.int16), format="s16", layout="mono"
-        )
-        frame.sample_rate = 8000
-        container.mux(stream.encode(frame))
+    write_wav(tmp_path / "sound.wav", np.zeros((2, 800), np.float32), 8000)
     for name in ("fifo", "text.mp4", "cut.mp4", "gone.mp4", "sound.wav", "."):
         with refused(r"--video-path: .*(no readable video|has no video|with no [*].exr)") as error:
             video_info(tmp_path / name, FLAG)
@@ -248,8 +224,6 @@ def test_a_playlist_fetches_nothing(tmp_path):
 
 def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
     """As torch's area interpolation and mean give it; cells of 16 px."""
-    import torch
-
     frames = write(tmp_path / "a.mov", codec="png")
     found = read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (3, 2, 3))
     grey = torch.from_numpy(frames).double().mean(-1)[:, None] / 255
@@ -257,29 +231,21 @@ def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
     expected = torch.cat([cells[:1], cells[1:].unflatten(0, (2, 8)).mean(1)])
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
-    np.testing.assert_array_equal(
-        read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (1, 2, 3)), found[:1]
-    )
-
-
-@pytest.mark.parametrize(("count", "frames"), [(1, 2), (12, 3), (5, 9)])
-def test_a_mask_that_does_not_divide_is_refused(tmp_path, count, frames):
-    write(tmp_path / "a.mov", range(0, 10 * count, 10), codec="png")
-    with refused(rf"a\.mov has {count} frames, expected {frames} or more"):
-        read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (frames, 2, 3))
+    first = read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (1, 2, 3))
+    np.testing.assert_array_equal(first, found[:1])
+    for count, tokens in ((1, 2), (12, 3), (5, 9)):
+        write(tmp_path / "b.mov", range(0, 10 * count, 10), codec="png")
+        with refused(rf"b\.mov has {count} frames?, expected {tokens} or more"):
+            read_mask(tmp_path / "b.mov", FLAG, 17, (32, 48), (tokens, 2, 3))
 
 
 def test_what_reading_leaves_out_is_said(tmp_path):
-    def ignored(name, codec, format, aspect=None, transfer=None, primaries=None):
+    def ignored(name, codec, format, **how):
         with av.open(str(tmp_path / name), "w") as container:
             stream = container.add_stream(codec, rate=24)
             stream.width, stream.height, stream.pix_fmt = 48, 32, format
-            if aspect:
-                stream.codec_context.sample_aspect_ratio = aspect
-            if transfer:
-                stream.codec_context.color_trc = transfer
-            if primaries:
-                stream.codec_context.color_primaries = primaries
+            for key, value in how.items():
+                setattr(stream.codec_context, key, value)
             frame = av.VideoFrame.from_ndarray(np.zeros((32, 48, 3), np.uint8), format="rgb24")
             container.mux(stream.encode(frame.reformat(format=format)))
             container.mux(stream.encode())
@@ -288,15 +254,15 @@ def test_what_reading_leaves_out_is_said(tmp_path):
     assert ignored("plain.mp4", "libx264", "yuv420p") == ()
     (alpha,) = ignored("alpha.mkv", "ffv1", "bgra")
     assert alpha.startswith("its alpha channel is dropped")
-    (wide,) = ignored("wide.mp4", "libx264", "yuv420p", Fraction(4, 3))
+    (wide,) = ignored("wide.mp4", "libx264", "yuv420p", sample_aspect_ratio=Fraction(4, 3))
     assert wide == "its pixels are 4:3; the model sees square ones"
-    (bright,) = ignored("bright.mp4", "libx264", "yuv420p", transfer=16)
+    (bright,) = ignored("bright.mp4", "libx264", "yuv420p", color_trc=16)
     assert "high dynamic range (PQ)" in bright
     red = REC709_TO_2020 @ np.array([0.5, 0.1, 0.1])  # linear light
     codes = np.rint(65535 * np.stack([red, np.full(3, 0.4)])[None] ** (1 / 2.4)).astype(np.uint16)
     expected = 255 * np.array([[0.5, 0.1, 0.1], [0.4] * 3]) ** (1 / 2.4)
     assert np.abs(wide_to_709(codes)[0] - expected).max() < 1
-    (primaries,) = ignored("deep.mp4", "libx264", "yuv420p10le", primaries=9)
+    (primaries,) = ignored("deep.mp4", "libx264", "yuv420p10le", color_primaries=9)
     assert "from the primaries of BT.2020 to those of BT.709" in primaries
     write(tmp_path / "turned.mp4", rotation=90)
     assert video_info(tmp_path / "turned.mp4", FLAG).ignored == ()
@@ -327,7 +293,4 @@ def test_high_dynamic_range_is_tone_mapped(tmp_path, transfer):
         assert np.abs(found[16, x] - expected).max() < 6  # 10 bits, and H.265 at its quality
     assert 240 < found[16, 40].min() <= found[16, 40].max() < 255
     (said,) = video_info(tmp_path / "a.mp4", FLAG).ignored
-    assert (
-        said
-        == f"its colours of high dynamic range ({transfer.upper()}) are tone-mapped to ordinary ones"
-    )
+    assert f"high dynamic range ({transfer.upper()}) are tone-mapped to ordinary ones" in said
