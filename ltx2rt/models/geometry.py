@@ -57,6 +57,10 @@ class Geometry:
         )
 
     @property
+    def grid(self) -> tuple[int, int, int]:
+        return self.frames, self.rows, self.columns
+
+    @property
     def num_video_tokens(self) -> int:
         return self.frames * self.rows * self.columns
 

@@ -22,7 +22,6 @@ from ltx2rt.pipelines.groups.size import STEP, Size
 from ltx2rt.pipelines.groups.steps import Interval, Steps, VideoSkips
 from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.pipelines.request import Loras, Request
-from ltx2rt.pipelines.two_stage import two_stages
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.source_sound import SourceSound, frames_within
 from ltx2rt.stages.stage import Stage
@@ -116,7 +115,7 @@ class AudioToVideo(Request):
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         sound = self[GivenSound].stage(self, self.geometry(model))
-        return [sound, *two_stages(self, model, options, loras, sound=False)]
+        return [sound, *self.in_two_passes(model, options, loras, sound=False)]
 
 
 PIPELINE = AudioToVideo

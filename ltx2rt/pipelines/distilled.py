@@ -17,7 +17,6 @@ from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.groups.sound import SoundFrom
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("sampling")
@@ -37,24 +36,15 @@ class Distilled(Request):
         "euler", "sampler of stage 2; ancestral: LTX-2.5", choices=("euler", "ancestral")
     )
 
-    def resolved(self, model: ModelConfig) -> Any:
+    def restated(self, model: ModelConfig) -> dict[str, Any]:
         if self.stage2_sampler not in (known := model.release.samplers):
             said = f"{self.stage2_sampler}, but LTX-{model.release.name} takes {', '.join(known)}"
             raise InputError(f"--stage2-sampler: {said}")
-        return super().resolved(model)
+        return {}
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        def pass_(name: str, sigmas: Any, sampler: str) -> dict[str, Any]:
-            merged = (*loras.of(name), *loras.extra)
-            return {"sigmas": sigmas, "loras": merged, "sampler": sampler}
-
-        first = pass_("stage1", DISTILLED_SIGMAS, model.release.samplers[0])
-        second = pass_("stage2", STAGE2_SIGMAS, self.stage2_sampler)
-        return [
-            *self.text,
-            *self.in_two_passes(model, options, first, second),
-            *self.decoded(self.geometry(model), model, options),
-        ]
+        first, second = model.release.samplers[0], self.stage2_sampler
+        return self.in_two_passes(model, options, loras, {"sampler": first}, {"sampler": second})
 
 
 PIPELINE = Distilled

@@ -19,7 +19,6 @@ from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize
 from ltx2rt.pipelines.groups.text import Prompt, PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.sound_reference import LatentSound, SoundReference
 from ltx2rt.stages.stage import Stage
 
@@ -39,14 +38,13 @@ class DubIt(Request):
         "video_path": "clip whose people get other words; its length and rate are kept (required)"
     }
 
-    def resolved(self, model: ModelConfig) -> Any:
-        full = super().resolved(model)
-        if not full.info.has_sound:
+    def restated(self, model: ModelConfig) -> dict[str, Any]:
+        if not self.info.has_sound:
             raise InputError(
-                f"{FLAG}: {full.video_path} has no sound, whose voices dubit keeps; pass a clip "
+                f"{FLAG}: {self.video_path} has no sound, whose voices dubit keeps; pass a clip "
                 "with sound"
             )
-        return full
+        return {}
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         yield from super().remarks(model)
@@ -54,26 +52,12 @@ class DubIt(Request):
             yield "no DubIt LoRA is known for LTX-2.0"
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """The DubIt LoRA is merged in both stages, the distilled one last."""
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         clip, how = self[ReferenceClip], (model, options, loras)
         sound = SoundReference(clip.path, half, FLAG, before=True, silent=True)
-        first = {
-            "sigmas": DISTILLED_SIGMAS,
-            "given": (clip.seen(self, 0, *how), sound),
-            "sound": True,
-        }
-        second = {
-            "sigmas": STAGE2_SIGMAS,
-            "given": (clip.seen(self, 1, *how), LatentSound(full)),
-            "frozen": ("audio",),
-        }
-        merged = {"loras": (*loras.user, *loras.extra)}
-        return [
-            *self.text,
-            *self.in_two_passes(model, options, first, second, merged),
-            *self.decoded(full, model, options),
-        ]
+        first = {"given": (clip.seen(self, 0, *how), sound), "sound": True}
+        second = {"given": (clip.seen(self, 1, *how), LatentSound(full)), "frozen": ("audio",)}
+        return self.in_two_passes(*how, first, second)
 
 
 PIPELINE = DubIt

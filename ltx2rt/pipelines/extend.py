@@ -19,11 +19,11 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag_like, flags_of
 from ltx2rt.media.splice import FADE_FRAMES, Seam
 from ltx2rt.media.video import VideoInfo
-from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once
+from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.group import refuse_beside
 from ltx2rt.pipelines.groups.size import Length, check_step
 from ltx2rt.pipelines.groups.sound import NewSound
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
+from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, read_clip
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
@@ -113,10 +113,9 @@ class Extend(Request):
         if self.seconds is not None:
             refuse_beside(seconds=True, **{name: n is not None for name, n in stated.items()})
 
-    def resolved(self, model: ModelConfig) -> Any:
-        """Reads the files whole, once."""
-        self.check()
-        info = self[FileSize].sized(self.info or read_clip(self.video_path, FLAG))
+    def restated(self, model: ModelConfig) -> dict[str, Any]:
+        """Reads the second file whole, once."""
+        info = self.info
         step, off = model.video_vae.time_factor, 1 if self.bridge else 0
         new = DEFAULT_NEW - off if self.extend_frames is None else self.extend_frames
         if self.seconds is not None:
@@ -142,7 +141,8 @@ class Extend(Request):
                     f"--join: {self.join} has {float(other.fps):g} fps, expected {float(info.fps):g} "
                     f"as {self.video_path} has"
                 )
-        self = replace(self, info=info, other=other, extend_frames=new, seconds=None)
+        facts = {"other": other, "extend_frames": new, "seconds": None}
+        self = replace(self, **facts)
         for clip in self.clips:
             if clip and clip.info.num_frames < self.overlap:
                 raise InputError(
@@ -157,8 +157,7 @@ class Extend(Request):
                 f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} "
                 f"s, the model's limit is {limit_s} s; at most {new - int(over)}"
             )
-        facts = file_facts(self, info) | {"num_frames": frames}
-        return Request.resolved(replace(self, **facts), model)
+        return facts | {"num_frames": frames}
 
     # --- what is made -----------------------------------------------------------------------------
 
@@ -203,7 +202,7 @@ class Extend(Request):
         return [
             *([OverlapSound(full, seam, *heard)] if any(heard) else []),
             *self.text,
-            *denoise_once(self, full, options, loras, tuple(given), **kept),
+            *self.denoise_once(full, options, loras, tuple(given), **kept),
             *self.decoded(full, model, options, sound=self.heard),
             Join(joined, *self.written, self.fps),
         ]

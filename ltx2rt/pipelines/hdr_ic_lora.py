@@ -18,7 +18,7 @@ from ltx2rt.pipelines.groups.source_clip import FileSize
 from ltx2rt.pipelines.groups.text import Prompt, PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
+from ltx2rt.stages.schedule import STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 
 SIGMAS = STAGE2_SIGMAS[[0, 1, 3]]  # the official pipeline's second stage
@@ -60,16 +60,10 @@ class HdrICLora(Request):
         return HighRange(self.hdr, LOGC3_LOG, self.hdr_transfer)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """The LoRA is merged in both stages, the distilled one last."""
         clip, how = self[ReferenceClip], (model, options, loras)
-        first = {"sigmas": DISTILLED_SIGMAS, "given": (clip.seen(self, 0, *how),)}
-        second = {"sigmas": SIGMAS, "given": (clip.seen(self, 1, *how),)}
-        both = {"loras": (*loras.user, *loras.extra), "streams": ("video",)}
-        return [
-            *self.text,
-            *self.in_two_passes(model, options, first, second, both),
-            *self.decoded(self.geometry(model), model, options, sound=False),
-        ]
+        first = {"given": (clip.seen(self, 0, *how),)}
+        second = {"given": (clip.seen(self, 1, *how),), "sigmas": SIGMAS}
+        return self.in_two_passes(*how, first, second, sound=False, streams=("video",))
 
 
 PIPELINE = HdrICLora

@@ -17,7 +17,7 @@ from ltx2rt.pipelines.groups.steps import Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import NO_LORA, ModelOptions
-from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
+from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("sampling")
@@ -65,13 +65,8 @@ class HQ(Request):
         weak = replace(loras.distilled, strength=self.distilled_lora_strength_stage_1)
         strong = replace(loras.distilled, strength=self.distilled_lora_strength_stage_2)
         first = {"sigmas": shifted_sigmas(self.steps, tokens), "loras": (*loras.of("stage1"), weak)}
-        second = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), strong)}
-        both = {"sampler": "res2s"}
-        return [
-            *self.text,
-            *self.in_two_passes(model, options, first | self.guiding, second, both),
-            *self.decoded(self.geometry(model), model, options),
-        ]
+        second = {"loras": (*loras.of("stage2"), strong)}
+        return self.in_two_passes(model, options, loras, first, second, sampler="res2s")
 
 
 PIPELINE = HQ

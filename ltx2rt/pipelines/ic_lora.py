@@ -33,7 +33,6 @@ from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.region import GREEN, Compose, Region, RegionVideo
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
 from ltx2rt.weights.files import TensorFile
@@ -183,7 +182,7 @@ class ICLora(Request):
             yield f"without stage 2 the clip has {width}x{height} pixels"
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """User LoRAs are merged in stage 1, in the order given, the distilled one last."""
+        """User LoRAs are merged in stage 1 alone."""
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
         first: dict[str, Any] = {"sound": self.audio_from == "stage1"}
         second: dict[str, Any] = {"sound": self.audio_from == "stage2"}
@@ -219,19 +218,12 @@ class ICLora(Request):
                 kind = None, "zeros", self.num_videos, True, "source.audio"
                 before = [SourceSound(path, full, since, *kind)]
                 first, second, kept = {"frozen": ("audio",)}, {"frozen": ("audio",)}, True
-        merged = (*loras.user, *loras.extra)
         if self.skip_stage_2:
-            made = self.denoise("stage1", half, options, DISTILLED_SIGMAS, merged, given, **first)
+            made = self.denoise_once(half, options, loras, given, **first)
             return [*self.text, *made, *self.decoded(half, model, options)]
-        first |= {"sigmas": DISTILLED_SIGMAS, "loras": merged, "given": given}
-        second |= {"sigmas": STAGE2_SIGMAS, "loras": loras.extra}
-        return [
-            *before,
-            *self.text,
-            *self.in_two_passes(model, options, first, second),
-            *self.decoded(full, model, options, sound=not kept),
-            *after,
-        ]
+        first, second = first | {"given": given}, second | {"loras": loras.extra}
+        made = self.in_two_passes(model, options, loras, first, second, sound=not kept)
+        return [*before, *made, *after]
 
 
 def hdr_log(paths: Iterable[Path], default: str = ACESCCT_LOG) -> str:

@@ -14,16 +14,15 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
-from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once, file_sound, file_video
+from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.mask import Mask
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.sound import NewSound
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
+from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.region import FILLS, Compose, Region, RegionVideo
-from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("conditioning")
@@ -64,14 +63,7 @@ class Inpaint(Request):
             )
 
     def resolved(self, model: ModelConfig) -> Any:
-        """Reads the files whole, once."""
-        self.check()
-        info = self.info or read_clip(self.video_path, FLAG)
-        left, top, right, bottom = self.pad
-        info = self[FileSize].sized(info, (left + right, top + bottom))
-        width, height = self[Mask].padded(info)
-        facts = file_facts(self, info) | {"width": width, "height": height}
-        full = Request.resolved(replace(self, **facts), model)
+        full = super().resolved(model)
         if full.cells is not None:
             return full
         full.region.check()
@@ -96,25 +88,18 @@ class Inpaint(Request):
         if made == self.cells.size:
             yield "nothing of the clip is kept but its sound; --pipeline v2v keeps a share of it"
 
-    @property
-    def keeps_sound(self) -> bool:
-        return self.info.has_sound and self.sound != "new"
-
-    def given_sound(self, model: ModelConfig) -> SourceSound | None:
-        return file_sound(self, model, whole=True, sound=self.audio) if self.keeps_sound else None
-
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        full, has_sound = self.geometry(model), self.keeps_sound
+        full, clip, has_sound = self.geometry(model), self[SourceClip], self.keeps_sound
         cells = self.region.cells(full) if self.cells is None else self.cells
         how = {"region": self.region, "fill": self.mask_fill}
-        video = file_video(self, model, options, RegionVideo, **how)
-        sound = file_sound(self, model, sound=self.audio)
+        video = clip.video(self, model, options, RegionVideo, **how)
+        sound = clip.sound(self, model, sound=self.audio)
         kept = {"masks": {"video": cells.ravel()}, "frozen": ("audio",) * has_sound}
         return [
             video,
             *([sound] if has_sound else []),
             *self.text,
-            *denoise_once(self, full, options, loras, **kept, sound=not has_sound),
+            *self.denoise_once(full, options, loras, **kept, sound=not has_sound),
             *self.decoded(full, model, options, sound=self.sound == "new"),
             Compose(video, self.region),
         ]

@@ -7,7 +7,6 @@ from ltx2rt.pipelines.groups.images import Between
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.groups.sound import SoundFrom
 from ltx2rt.pipelines.request import Request
-from ltx2rt.pipelines.two_stage import two_stages
 
 
 class Keyframes(Request):
@@ -19,7 +18,6 @@ class Keyframes(Request):
     distilled = "needed"
     example = "--image dawn.png:0 dusk.png:120"
     groups = (*NEW, Size(), Between(), *PICTURES, *GUIDED, *SEGMENTED, SoundFrom("stage2"))
-    stages = two_stages
 
 
 PIPELINE = Keyframes

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ltx2rt.config import ModelConfig
 from ltx2rt.flags import flags_of
 from ltx2rt.pipelines.groups import GUIDED, NEW, PICTURES, SEGMENTED
@@ -11,7 +9,6 @@ from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("sampling")
@@ -25,11 +22,10 @@ class OneStage(Request):
     audio_from: str = flag("stage1", "stage whose sound is kept", choices=("stage1",))
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        full, sigmas = self.geometry(model), shifted_sigmas(self.steps)
-        more: dict[str, Any] = {"sound": True, **self.guiding}
+        full = self.geometry(model)
         return [
             *self.text,
-            *self.denoise("stage1", full, options, sigmas, loras.of("stage1"), **more),
+            *self.denoise_once(full, options, loras),
             *self.decoded(full, model, options),
         ]
 

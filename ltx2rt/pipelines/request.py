@@ -35,6 +35,12 @@ from ltx2rt.stages.duration import Duration
 from ltx2rt.stages.frames import decoding, video_decoder
 from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.inset import Cut, Inset
+from ltx2rt.stages.schedule import (
+    DISTILLED_SIGMAS,
+    STAGE2_SIGMAS,
+    from_level,
+    shifted_sigmas,
+)
 from ltx2rt.stages.segments import SegmentFile
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.source_sound import SourceSound
@@ -47,6 +53,7 @@ from ltx2rt.weights.distilled import sign
 
 R = TypeVar("R", bound="Request")
 G = TypeVar("G", bound=Group)
+NO_CHANGE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True)
@@ -118,7 +125,7 @@ class Request:
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """The stages of the pipeline, in order. The request is resolved."""
-        raise NotImplementedError(f"pipeline {self.name} has no stages")
+        return self.in_two_passes(model, options, loras)
 
     def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """The stages of the run: of a clip in segments, those of each segment that is not there."""
@@ -171,9 +178,14 @@ class Request:
         self.check()
         for group in self.groups:
             self = replace(self, **self._with_values(group).restated(self, model))
+        self = replace(self, **self.restated(model))
         for group in self.groups:
             self = replace(self, **self._with_values(group).resolved(self, model))
         return self
+
+    def restated(self, model: ModelConfig) -> dict[str, Any]:
+        """Fields to change like those of a group, after the groups'. Raises InputError."""
+        return {}
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         """Sentences for its user before a resolved request runs."""
@@ -337,6 +349,11 @@ class Request:
         info = getattr(self, "info", None)
         return self.audio and (info is None or info.has_sound or self.sound == "new")
 
+    @property
+    def keeps_sound(self) -> bool:
+        """Whether the clip keeps sound of the given file."""
+        return self.info.has_sound and self.sound in (None, "keep")
+
     def measured(self: R) -> R:
         """The request with a length that a file decides. Raises InputError."""
         for group in self if self.has(Segments) else ():
@@ -345,7 +362,9 @@ class Request:
 
     def given_sound(self, model: ModelConfig) -> SourceSound | None:
         """The sound of a file that all of the clip is made for. Of a resolved request."""
-        return None
+        if not (self.has(SourceClip) and self.has(Segments) and self.keeps_sound):
+            return None
+        return self[SourceClip].sound(self, model, whole=True, sound=self.audio)
 
     def inset(self, model: ModelConfig, geometry: Geometry | None = None) -> Inset | None:
         """Place of the clip's pictures in those of the model, or of a stage at the size that is
@@ -361,8 +380,15 @@ class Request:
         return self[Scales].scales if self.is_guided else NEUTRAL
 
     @property
+    def schedule(self) -> np.ndarray:
+        """f32[steps + 1], the noise levels of the first stage. Of a resolved request."""
+        return shifted_sigmas(self.steps) if self.is_guided else DISTILLED_SIGMAS
+
+    @property
     def guiding(self) -> dict[str, Any]:
-        """Fields of the guided stage. Of a resolved request."""
+        """Fields of the first stage if it is guided. Of a resolved request."""
+        if not self.is_guided:
+            return {}
         assert self.steps and self.stg_blocks is not None, "the request is not resolved"
         return {
             "guidance": self.guidance,
@@ -388,18 +414,38 @@ class Request:
         before: list[Stage] = [GivenLatents(name, fields["given"])] if fields["given"] else []
         return [*before, Denoise(name, geometry, sigmas, loras, self.noise, **fields)]
 
-    def in_two_passes(
-        self, model: ModelConfig, options: ModelOptions, first: Mapping[str, Any],
-        second: Mapping[str, Any], more: Mapping[str, Any] | None = None,
+    def denoise_once(
+        self, geometry: Geometry, options: ModelOptions, loras: Loras,
+        given: Sequence[Conditioning] = (), name: str = "stage1", level: float = 1.0, **more: Any,
     ) -> list[Stage]:  # fmt: skip
-        """Denoising at the first stage's size, the upsampler, denoising at full size. first,
-        second: arguments of `denoise`; more: of both."""
+        """The only denoising stage, which makes the sound as well. level: of noise, from which it
+        starts. more: as of `denoise`."""
+        merged = (*loras.of("stage1"), *loras.extra)
+        how = {"sound": True, **self.guiding, **more}
+        return self.denoise(
+            name, geometry, options, from_level(self.schedule, level), merged, given, **how
+        )
+
+    def in_two_passes(
+        self, model: ModelConfig, options: ModelOptions, loras: Loras,
+        first: Mapping[str, Any] = NO_CHANGE, second: Mapping[str, Any] = NO_CHANGE,
+        sound: bool = True, **both: Any,
+    ) -> list[Stage]:  # fmt: skip
+        """All stages of a clip that is denoised at the first stage's size, upsampled, and denoised
+        at full size. User LoRAs are merged in their order, the distilled one last, into dev weights
+        in stage 2 alone where they are guided in stage 1. first, second: arguments of `denoise` in
+        place of these; both: of both. sound: whether there is any to decode."""
+        assert loras.distilled or self.distilled != "needed", "the request is not resolved"
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        more = more or {}
+        early = loras.extra if self.distilled == "optional" else ()
+        one = {"sigmas": self.schedule, "loras": (*loras.of("stage1"), *early), **self.guiding}
+        two = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), *loras.extra)}
         return [
-            *self.denoise("stage1", half, options, **{**more, **first}),
+            *self.text,
+            *self.denoise("stage1", half, options, **{**one, **both, **first}),
             Upsample(half, self.num_videos, self.factor(model)),
-            *self.denoise("stage2", full, options, **{**more, **second}),
+            *self.denoise("stage2", full, options, **{**two, **both, **second}),
+            *self.decoded(full, model, options, sound),
         ]
 
     def decoded(

@@ -7,7 +7,6 @@ VAEs. Of a clip that is longer than the model's limit, it sees a window around t
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -17,10 +16,10 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of, parse_seconds
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
-from ltx2rt.pipelines.given_clip import GIVEN_CLIP, denoise_once, file_sound, file_video
+from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.images import Hdr
 from ltx2rt.pipelines.groups.sound import NewSound
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
+from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -78,11 +77,6 @@ class Retake(Request):
         return float(self.window.start / self.fps) if self.window else 0.0
 
     @property
-    def has_sound(self) -> bool:
-        """Whether the clip keeps sound of the file."""
-        return self.info.has_sound and self.sound != "new"
-
-    @property
     def region_s(self) -> tuple[float, float]:
         assert self.start_time is not None and self.end_time is not None, (
             "the request is not checked"
@@ -115,11 +109,7 @@ class Retake(Request):
             )
 
     def resolved(self, model: ModelConfig) -> Any:
-        """Reads the file whole, once."""
-        self.check()
-        info = self[FileSize].sized(self.info or self._read(model))
-        window = self.window or seen_window(info, self.region_s, model)
-        full = Request.resolved(replace(self, window=window, **file_facts(self, info)), model)
+        full = super().resolved(model)
         for m, mask in full.masks(full.geometry(model)).items():
             if not mask.any():
                 where = f"--start-time: {self.start_time:g} s"
@@ -128,13 +118,8 @@ class Retake(Request):
                 )
         return full
 
-    def _read(self, model: ModelConfig) -> VideoInfo:
-        """Raises InputError for a file that is no clip of the model's."""
-        path = self.video_path
-        info = read_clip(path, FLAG)
-        if self.fps:
-            times_s = tuple(i / self.fps for i in range(info.num_frames))
-            info = replace(info, fps=self.fps, times_s=times_s)
+    def restated(self, model: ModelConfig) -> dict[str, Any]:
+        path, info = self.video_path, self.info
         length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
         if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
             raise InputError(
@@ -144,7 +129,7 @@ class Retake(Request):
             raise InputError("--sound: new, but --keep audio keeps the file's; leave one out")
         if self.keep == "audio" and not info.has_sound:
             raise InputError(f"--keep: audio, but {path} has no sound; leave it out")
-        return info
+        return {"window": self.window or seen_window(info, self.region_s, model)}
 
     # --- what is made -----------------------------------------------------------------------------
 
@@ -156,7 +141,7 @@ class Retake(Request):
         """f32[T] of each modality made in part: 1 where a token overlaps the region."""
         start, end = (np.float32(time_s - self.since_s) for time_s in self.region_s)
         bounds = {"video": video_positions(geometry)[0], "audio": audio_positions(geometry)[0]}
-        given = {"video": True, "audio": self.has_sound}
+        given = {"video": True, "audio": self.keeps_sound}
         return {
             m: ((time[:, 1] > start) & (time[:, 0] < end)).astype(np.float32)
             for m, time in bounds.items()
@@ -194,24 +179,24 @@ class Retake(Request):
         yield from super().remarks(model)
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        full = self.geometry(model)
-        video = file_video(self, model, options, space=self.hdr)
-        sound = file_sound(self, model, num_videos=1, sound=False)
+        full, clip = self.geometry(model), self[SourceClip]
+        video = clip.video(self, model, options, space=self.hdr)
+        sound = clip.sound(self, model, num_videos=1, sound=False)
         kept = {"masks": self.masks(full), "frozen": self.frozen}
-        heard = self.has_sound or self.sound == "new"
+        heard = self.keeps_sound or self.sound == "new"
         spliced = []
         if self.keep_source or self.window:
             frames, seconds = self.made_anew(full)
             if self.window and not self.keep_source:
                 frames, end = self.window, self.window.stop / self.fps
                 seconds = self.since_s, float(end)
-            part = sound if self.has_sound else None
+            part = sound if self.keeps_sound else None
             spliced = [Splice(video, part, self.info, frames, seconds)]
         return [
             video,
-            *([sound] if self.has_sound else []),
+            *([sound] if self.keeps_sound else []),
             *self.text,
-            *denoise_once(self, full, options, loras, **kept),
+            *self.denoise_once(full, options, loras, **kept),
             *self.decoded(full, model, options, sound=heard),
             *spliced,
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.pipelines.groups import RUN
@@ -14,7 +14,6 @@ from ltx2rt.pipelines.groups.steps import Interval, SoundSkips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt, Prompt
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
 
@@ -39,11 +38,10 @@ class TextToAudio(Request):
     )  # fmt: skip
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        sound, sigmas = self.geometry(model), shifted_sigmas(self.steps)
-        more: dict[str, Any] = {"sound": True, "streams": ("audio",), **self.guiding}
+        sound = self.geometry(model)
         return [
             *self.text,
-            *self.denoise("stage1", sound, options, sigmas, loras.of("stage1"), **more),
+            *self.denoise_once(sound, options, loras, streams=("audio",)),
             Sound(sound, self.num_videos),
         ]
 

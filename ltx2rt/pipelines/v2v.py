@@ -14,18 +14,16 @@ from typing import Any
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
-from ltx2rt.pipelines.given_clip import denoise_once, file_sound, file_video, schedule
 from ltx2rt.pipelines.groups import FROM_CLIP
 from ltx2rt.pipelines.groups.guidance import ByChoice, Guidance, Nag
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.segments import Segments
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, file_facts, read_clip
+from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.steps import Interval, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt, PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import from_level
-from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("conditioning")
@@ -38,8 +36,7 @@ class VideoToVideo(Request):
     example = "--video-path clip.mp4 --noise-level 0.725"
     distilled = "optional"
     groups = (
-        *FROM_CLIP, FileSize(), PromptsByTime(), Images(), NegativePrompt(), Steps(), Interval(),
-        Guidance(),
+        *FROM_CLIP, PromptsByTime(), Images(), NegativePrompt(), Steps(), Interval(), Guidance(),
         Nag(), ByChoice(), Segments(),
     )  # fmt: skip
 
@@ -53,53 +50,44 @@ class VideoToVideo(Request):
         choices=("keep", "noise", "new"),
     )
 
-    def resolved(self, model: ModelConfig) -> Any:
-        """Reads the file whole, once."""
-        self.check()
-        info = self[FileSize].sized(self.info or read_clip(self.video_path, FLAG))
-        sound = self.sound or "keep"
-        if sound == "noise" and not info.has_sound:
+    def restated(self, model: ModelConfig) -> dict[str, Any]:
+        if self.sound == "noise" and not self.info.has_sound:
             raise InputError(
                 f"--sound: noise, but {self.video_path} has no sound; leave it out, or write new"
             )
-        if sound == "new" and self.num_videos > 1:
+        if self.sound == "new" and self.num_videos > 1:
             raise InputError(
                 f"--num-videos: {self.num_videos}, but new sound is made for one; run it for each "
                 "seed"
             )
-        facts = file_facts(self, info)
-        return Request.resolved(replace(self, sound=sound, **facts), model)
+        return {"sound": self.sound or "keep"}
 
     def remarks(self, model: ModelConfig) -> Iterator[str]:
-        steps = len(schedule(self)) - 1
-        left = len(from_level(schedule(self), self.noise_level)) - 1
+        steps = len(self.schedule) - 1
+        left = len(from_level(self.schedule, self.noise_level)) - 1
         from_there = f"{left} of {steps} steps from noise level {self.noise_level:g} on"
         yield f"{from_there}, a strength of {left / steps:.2g} in diffusers"
         yield from super().remarks(model)
         if self.sound == "new":
             yield f"sound is made first, in {steps} steps, for the file's own pictures"
 
-    def given_sound(self, model: ModelConfig) -> SourceSound | None:
-        keeps = self.sound == "keep" and self.info.has_sound
-        return file_sound(self, model, whole=True, sound=self.audio) if keeps else None
-
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """Makes new sound first, for the file's pictures, by all steps of the schedule."""
-        full = self.geometry(model)
+        full, clip = self.geometry(model), self[SourceClip]
         silent = self.sound == "keep" and not self.info.has_sound
-        stages: list[Stage] = [file_video(self, model, options)]
+        stages: list[Stage] = [clip.video(self, model, options)]
         if self.sound != "new" and not silent:
-            stages += [file_sound(self, model, sound=self.audio and self.sound == "keep")]
+            stages += [clip.sound(self, model, sound=self.audio and self.sound == "keep")]
         stages += self.text
         if self.sound == "new":
             bare = replace(self, images=(), latents_in=None)
-            stages += denoise_once(bare, full, options, loras, name="sound", frozen=("video",))
+            stages += bare.denoise_once(full, options, loras, name="sound", frozen=("video",))
         mixed = ("video", "audio") if self.sound == "noise" else ("video",)
         frozen = () if self.sound == "noise" else ("audio",)
         level: dict[str, Any] = {"level": self.noise_level, "mixed": mixed, "frozen": frozen}
         if silent:
             level |= {"frozen": (), "streams": ("video",)}
-        stages += denoise_once(self, full, options, loras, sound=self.sound == "noise", **level)
+        stages += self.denoise_once(full, options, loras, sound=self.sound == "noise", **level)
         return [*stages, *self.decoded(full, model, options, sound=self.sound != "keep")]
 
 

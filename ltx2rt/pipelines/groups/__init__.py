@@ -6,13 +6,13 @@ A group has a default value, so that a pipeline's list says its defaults: `Steps
 from __future__ import annotations
 
 from ltx2rt.pipelines.groups.group import Group
-from ltx2rt.pipelines.groups.guidance import Guidance, Nag
+from ltx2rt.pipelines.groups.guidance import ByChoice, Guidance, Nag
 from ltx2rt.pipelines.groups.images import GeneratedKeyframes, Hdr
 from ltx2rt.pipelines.groups.seeds import NoiseFile, Seed, Videos
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.groups.sound import Sounding, SoundToFollow, Voice
-from ltx2rt.pipelines.groups.source_clip import SourceClip
+from ltx2rt.pipelines.groups.source_clip import FileSize, SourceClip
 from ltx2rt.pipelines.groups.steps import AllSkips, Interval, Steps
 from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt, PromptsByTime
 
@@ -22,4 +22,5 @@ PICTURES = (PromptsByTime(), Hdr(), Sounding(), GeneratedKeyframes())
 GUIDED = (NegativePrompt(), Steps(), AllSkips(), Interval(), Guidance())
 NAGGED = (NegativePrompt(), Nag())
 SEGMENTED = (SoundToFollow(), Voice(), Segments())
-FROM_CLIP = (Prompt(), SourceClip(), *RUN, Sounding())
+FROM_CLIP = (Prompt(), SourceClip(), *RUN, Sounding(), FileSize())
+GIVEN_CLIP = (*FROM_CLIP, *GUIDED, Nag(), ByChoice())  # steps are distilled, or guided by choice

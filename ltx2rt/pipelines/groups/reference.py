@@ -11,8 +11,8 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
-from ltx2rt.pipelines.groups.size import check_step, parse_fps
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, SourceClip, file_facts
+from ltx2rt.pipelines.groups.size import check_step
+from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.inset import Inset
@@ -57,15 +57,11 @@ class ReferenceClip(SourceClip):
             )
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """Size, length and rate of the file, which is read whole, once."""
-        step = model.video_vae.time_factor
-        info = self.info or video_info(self.path, FLAG)
-        if info.num_frames <= step:
-            raise InputError(
-                f"{FLAG}: {self.path} has {info.num_frames} frames, expected {step + 1} or more"
-            )
-        info = request[FileSize].sized(replace(info, fps=parse_fps(info.fps)))
-        return file_facts(request, info)
+        facts, step = super().restated(request, model), model.video_vae.time_factor
+        if facts["num_frames"] <= step:
+            found = facts["num_frames"]
+            raise InputError(f"{FLAG}: {self.path} has {found} frames, expected {step + 1} or more")
+        return facts
 
     def seen(
         self, request: Any, number: int, model: ModelConfig, options: ModelOptions, loras: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import SUPPRESS
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,6 +16,10 @@ from ltx2rt.media.images import FITS, Resize
 from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.pipelines.groups.size import Duration, Length, Pixels, Size, parse_fps
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.source_sound import SourceSound
+from ltx2rt.stages.source_video import SourceVideo
+from ltx2rt.stages.tiling import plan_encoder_tiles
 
 FLAG = "--video-path"
 DECIDES = f"the file of {FLAG} decides size, length and rate; leave it out"
@@ -59,6 +63,18 @@ class SourceClip(Duration):
         info = read_clip(self.video_path, FLAG)
         return {"info": info, "num_frames": info.num_frames, "fps": info.fps}
 
+    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        """Size, length and rate of the file, which is read whole, once, with a border."""
+        info, (left, top, right, bottom) = self.info, getattr(request, "pad", (0, 0, 0, 0))
+        if info is None:
+            info = read_clip(self.path, FLAG)
+            if self.fps:
+                times_s = tuple(i / self.fps for i in range(info.num_frames))
+                info = replace(info, fps=self.fps, times_s=times_s)
+        info = request[FileSize].sized(info, (left + right, top + bottom))
+        size = {"width": info.width + left + right, "height": info.height + top + bottom}
+        return {"info": info, "num_frames": info.num_frames, "fps": info.fps, **size}
+
     def check(self, request: Any) -> None:
         super().check(request)
         if self.video_path is None:
@@ -94,6 +110,24 @@ class SourceClip(Duration):
         """Time in the file of the first frame that the model sees."""
         first = self.window.start if self.window else 0
         return float(self.found.times_s[0] + first / self.found.fps)
+
+    def video(
+        self, request: Any, model: ModelConfig, options: ModelOptions,
+        kind: type[SourceVideo] = SourceVideo, **how: Any,
+    ) -> Any:  # fmt: skip
+        """The frames that the model sees. kind: of the stage; how: more of its fields."""
+        full = request.geometry(model)
+        tiles = plan_encoder_tiles(options.vae_tiling, full.grid, model.video_vae)
+        how |= {"inset": request.inset(model), "resize": self.found.resize, "window": self.window}
+        return kind(self.path, full, tiles, **how)
+
+    def sound(
+        self, request: Any, model: ModelConfig, whole: bool = False, **how: Any
+    ) -> SourceSound:
+        """The sound of these frames, or of the whole file. how: more fields of the stage."""
+        seen = replace(request, window=range(request.num_frames)) if whole else request
+        how = {"num_videos": request.num_videos, "fit": "zeros", "record": "source.audio", **how}
+        return SourceSound(self.path, seen.geometry(model), seen[SourceClip].start_s, **how)
 
 
 @dataclass(frozen=True)
@@ -138,12 +172,6 @@ class FileSize(Pixels):
         resize = Resize(width, height, self.fit or "pad", (info.width, info.height))
         facts = {"resize": resize, "ignored": (*info.ignored, resize.said)}
         return replace(info, width=width, height=height, **facts)
-
-
-def file_facts(request: Any, info: VideoInfo) -> dict[str, Any]:
-    """Fields of the request that the file decides."""
-    known = {f.name: getattr(info, f.name) for f in fields(request) if hasattr(info, f.name)}
-    return {"info": info} | known
 
 
 def read_clip(path: Path, flag: str) -> VideoInfo:
