@@ -284,8 +284,8 @@ def denoised(session, request):
     from ltx2rt.run.plan import make_plan
     from ltx2rt.run.run import produce
     from ltx2rt.stages.frames import Frames
+    from ltx2rt.stages.inset import Cut
     from ltx2rt.stages.joined import Join, JoinFrames
-    from ltx2rt.stages.refine import Cut
     from ltx2rt.stages.segments import Keep, Segments
     from ltx2rt.stages.sound import Sound
 

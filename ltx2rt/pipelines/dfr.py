@@ -35,8 +35,9 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, SeededSlot, Slot
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.given import GivenLatents
+from ltx2rt.stages.inset import Cut
 from ltx2rt.stages.references import StageReference
-from ltx2rt.stages.refine import Cut, Refine
+from ltx2rt.stages.refine import Refine
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
@@ -197,7 +198,8 @@ class DFR(Request):
                     start=window.start,
                     lead=(window.own - window.start) // full.time_factor + 1 if i else 0,
                 )  # fmt: skip
-        return [*made, *self.decoded(full, model, options), Cut(self.clip_frames, self.clip_fps)]
+        end = Cut(self.clip_frames, fps=self.clip_fps)
+        return [*made, *self.decoded(full, model, options), end]
 
     def seen(
         self, loras: tuple[LoraSpec, ...], half: Geometry, model: ModelConfig

@@ -27,7 +27,7 @@ from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, read_clip
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
-from ltx2rt.stages.joined import Join, OverlapSound, SourceClip, kept_sound
+from ltx2rt.stages.joined import Join, OverlapSound, WholeClip, kept_sound
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("conditioning")
@@ -83,18 +83,18 @@ class Extend(Request):
         return Seam(before, self.extend_frames, after, self.crossfade)
 
     @property
-    def clips(self) -> tuple[SourceClip | None, SourceClip | None]:
+    def clips(self) -> tuple[WholeClip | None, WholeClip | None]:
         """The clip before the new frames and the one after them. Of a resolved request."""
-        clip = SourceClip(self.video_path, self.info, FLAG)
+        clip = WholeClip(self.video_path, self.info, FLAG)
         if self.before:
             return None, clip
         if self.join is not None:
             assert self.other is not None, "the request is not resolved"
-            return clip, SourceClip(self.join, self.other, "--join")
+            return clip, WholeClip(self.join, self.other, "--join")
         return clip, clip if self.loop is not None else None
 
     @property
-    def written(self) -> tuple[SourceClip | None, SourceClip | None]:
+    def written(self) -> tuple[WholeClip | None, WholeClip | None]:
         """Those of `clips` that are written beside the new frames: a loop has its clip once."""
         before, after = self.clips
         return before, None if self.loop is not None else after
@@ -190,13 +190,8 @@ class Extend(Request):
             until -= before.num_frames / self.fps - before.heard_s
         seam = replace(seam, heard_s=until)
         mask = kept_sound(full, until if heard[0] else Fraction(0), since if heard[1] else None)
-        sides = (
-            (before.path, before.info.num_frames) if before else None,
-            after.path if after else None,
-        )
-        resizes = [clip.info.resize if clip else None for clip in (before, after)]
-        how = {"inset": self.inset(model), "resizes": resizes}
-        given = ends(full, *sides, self.overlap, seam.stop, options.vae_tiling, model, **how)
+        how = options.vae_tiling, model, self.inset(model)
+        given = ends(full, before, after, self.overlap, seam.stop, *how)
         kept = {"masks": {"audio": mask} if any(heard) else {}}
         joined = replace(seam, after=0) if self.loop is not None else seam
         return [

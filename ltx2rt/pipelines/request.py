@@ -459,9 +459,8 @@ class Request:
         inset = self.inset(model, geometry)
         made = pixel_frames(geometry.frames, geometry.time_factor)
         over = made - self.seen_frames if self.has(SourceClip) else 0
-        cut = Cut(inset or Inset(geometry.size_px, geometry.size_px), made - over)
         stages: list[Stage] = [Sound(geometry, self.num_videos)] if heard else []
-        return [*stages, frames, *([cut] if inset or over else [])]
+        return [*stages, frames, *([Cut(made - over, inset)] if inset or over else [])]
 
 
 def distilled_lora(

@@ -8,21 +8,21 @@ the wrong place in it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.media.images import Resize
 from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Conditioning, Tokens
 from ltx2rt.stages.inset import Inset
+from ltx2rt.stages.joined import WholeClip
 from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.tiling import plan_encoder_tiles
@@ -31,7 +31,7 @@ from ltx2rt.stages.tiling import plan_encoder_tiles
 @dataclass(frozen=True)
 class ClipFrames(SourceVideo):
     """Frames of a file from `first` on, after `copies` more of that frame; as many as the geometry
-    has, together. wide: as of `SourceClip`."""
+    has, together. wide: as of `WholeClip`."""
 
     first: int = 0
     copies: int = 0
@@ -86,57 +86,39 @@ class ClipEnd(Conditioning):
 
 
 def ends(
-    clip: Geometry,
-    before: tuple[Path, int] | None,
-    after: Path | None,
-    overlap: int,
-    guide: int,
-    tiling: str,
-    model: ModelConfig,
-    wide: bool = False,
-    inset: Inset | None = None,
-    resizes: Sequence[Resize | None] = (None, None),
-) -> Iterator[ClipEnd]:
-    """The clip that continues `before`, a file and its number of frames, and leads to `after`.
+    clip: Geometry, before: WholeClip | None, after: WholeClip | None, overlap: int, guide: int,
+    *how: Any,
+) -> Iterator[ClipEnd]:  # fmt: skip
+    """The clip that continues `before` and leads to `after`.
 
     overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
-    frame that is the first of `after`. wide: as of `SourceClip`. inset: as of `SourceVideo`; resizes:
-    those of the two files. The encoder is causal, and its first latent is one frame: frames 1 to 8k of
-    `after` are encoded after 9 equal frames, the two latents of these are left out, and frame 0 is
-    a guide with the clip.
+    frame that is the first of `after`. how: the end of `_frames`' arguments. The encoder is causal,
+    and its first latent is one frame: frames 1 to 8k of `after` are encoded after 9 equal frames,
+    the two latents of these are left out, and frame 0 is a guide with the clip.
     """
     latents = (overlap - 1) // clip.time_factor + 1
-
-    def frames(path: Path, count: int, first: int, copies: int = 0) -> ClipFrames:
-        resize = resizes[path == after]
-        return _frames(clip, path, count, tiling, model, first, copies, wide, inset, resize)
-
     if before is not None:
-        path, num_frames = before
-        yield ClipEnd(frames(path, latents, num_frames - overlap), clip, "tail")
+        first = before.info.num_frames - overlap
+        yield ClipEnd(_frames(clip, before, latents, first, 0, *how), clip, "tail")
     if after is not None:
-        head = frames(after, latents + 1, 0, clip.time_factor)
+        head = _frames(clip, after, latents + 1, 0, clip.time_factor, *how)
         place = clip.frames - (latents - 1)
         yield ClipEnd(head, clip, "head", skip=2, latent=place)
-        yield ClipEnd(frames(after, 1, 0), clip, "first", frame=guide)
+        yield ClipEnd(_frames(clip, after, 1, 0, 0, *how), clip, "first", frame=guide)
 
 
-def leading(
-    clip: Geometry, path: Path, strength: float, tiling: str, model: ModelConfig,
-    wide: bool = False, inset: Inset | None = None,
-) -> ClipEnd:  # fmt: skip
-    """The first frame of a file as a guide one latent frame before the clip."""
-    source = _frames(clip, path, 1, tiling, model, wide=wide, inset=inset)
+def leading(clip: Geometry, file: WholeClip, strength: float, *how: Any) -> ClipEnd:
+    """The first frame of a file as a guide one latent frame before the clip. how: as of `ends`."""
+    source = _frames(clip, file, 1, 0, 0, *how)
     return ClipEnd(source, clip, "anchor", frame=-clip.time_factor, strength=strength)
 
 
 def _frames(
-    clip: Geometry, path: Path, count: int, tiling: str, model: ModelConfig, first: int = 0,
-    copies: int = 0, wide: bool = False, inset: Inset | None = None, resize: Resize | None = None,
+    clip: Geometry, file: WholeClip, count: int, first: int, copies: int, tiling: str,
+    model: ModelConfig, inset: Inset | None,
 ) -> ClipFrames:  # fmt: skip
-    """`count` latent frames of a file at the clip's size."""
+    """`count` latent frames of a file at the clip's size. inset: as of `SourceVideo`."""
     g = replace(clip, frames=count)
-    tiles = plan_encoder_tiles(tiling, (count, g.rows, g.columns), model.video_vae)
-    return ClipFrames(
-        path, g, tiles, first=first, copies=copies, wide=wide, inset=inset, resize=resize
-    )
+    tiles = plan_encoder_tiles(tiling, g.grid, model.video_vae)
+    how = {"wide": file.wide, "inset": inset, "resize": file.info.resize}
+    return ClipFrames(file.path, g, tiles, first=first, copies=copies, **how)

@@ -331,8 +331,7 @@ class Denoise(Stage):
         finite(self.name, **{f"{m}_latents": x for m, x in found.items()})
         # [steps,T,C] of one video, [videos,steps,T,C] of several
         for name, values in self._recorded(trail):
-            steps = np.stack(values, axis=1)
-            state.put(f"{self.name}.{name}", steps if self.num_videos > 1 else steps[0])
+            state.put_of_videos(f"{self.name}.{name}", np.stack(values, axis=1))
         if "video" in found:
             state.video = state.latents[self.name] = unpack_video(found["video"], self.geometry)
         if "audio" in found:
@@ -386,7 +385,7 @@ class Denoise(Stage):
                         noise[i] = np.stack([standardised(one) for one in noise[i]])
             found[f"{m}_noise"] = noise
             for stream, values in drawn.items():
-                state.put(f"{self.name}.{m}.{stream}", values if self.num_videos > 1 else values[0])
+                state.put_of_videos(f"{self.name}.{m}.{stream}", values)
         return found
 
     def _recorded(

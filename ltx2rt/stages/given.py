@@ -7,14 +7,13 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.clip_end import ClipEnd
 from ltx2rt.stages.conditioning import Conditioning, Image
 from ltx2rt.stages.references import Reference
 from ltx2rt.stages.sound_reference import SoundReference
-from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.stage import Stage, State, say
 
 
 @dataclass(frozen=True)
@@ -37,9 +36,8 @@ class GivenLatents(Stage):
             yield from conditioning.needs(model)
 
     def check(self, session: Session) -> None:
-        for said in (said for conditioning in self.given for said in conditioning.check(session)):
-            if session.backend.is_main:
-                note(said)
+        for conditioning in self.given:
+            say(session, conditioning.check(session))
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         encodes = any(True for _ in self.needs(session.config))

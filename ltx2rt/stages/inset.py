@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fractions import Fraction
 from itertools import islice
 
 import numpy as np
@@ -15,7 +16,7 @@ import numpy as np
 from ltx2rt.media.images import cover
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.stage import FramesStage, State
 
 
 @dataclass(frozen=True)
@@ -59,24 +60,29 @@ class Inset:
 
 
 @dataclass(frozen=True)
-class Cut(Stage):
-    """The clip's own frames out of those that were made."""
+class Cut(FramesStage):
+    """The first `num_frames` of those that were made, within `inset` if there is one. fps: of these
+    frames, with which sound ends as well; None: it is as long already."""
 
-    inset: Inset
     num_frames: int
+    inset: Inset | None = None
+    fps: Fraction | None = None
     name = "cut"
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        state.frames = map(self._frames, state.frames)
+        super().run(session, state, watch)
+        if self.fps and state.waveforms is not None and state.sample_rate is not None:
+            size = round(self.num_frames / self.fps * state.sample_rate)
+            state.hear(state.waveforms[..., :size], state.sample_rate)
 
-    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         left = self.num_frames
         for chunk in chunks:
             whole = chunk.dtype in (np.uint8, np.uint16)
             kept = chunk[:left] if whole else chunk[:, :left]
             count = kept.shape[0 if whole else 1]
             if count:
-                yield self.inset.cut(kept)
+                yield self.inset.cut(kept) if self.inset else kept
             left -= count
 
 

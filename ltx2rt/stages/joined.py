@@ -23,18 +23,17 @@ from ltx2rt.media.splice import Seam, join_frames, join_sound
 from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.mel import WINDOW
-from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_sound import encode_sound
-from ltx2rt.stages.stage import Stage, State, finite
+from ltx2rt.stages.stage import FramesStage, Stage, State, finite, say
 
 BLOCK_S, QUIET_S = 0.005, 0.1  # what the end of a sound is tried by, and how much of it at most
 QUIET = 1e-4  # share of the power before, below which it is silent: AAC leaves as much of it there
 
 
 @dataclass(frozen=True)
-class SourceClip:
+class WholeClip:
     """A file that appears whole in the written clip. flag: that names it. wide: whether
     its frames are codes of high dynamic range, in 16 bits."""
 
@@ -114,8 +113,8 @@ class OverlapSound(Stage):
 
     geometry: Geometry
     seam: Seam
-    before: SourceClip | None
-    after: SourceClip | None
+    before: WholeClip | None
+    after: WholeClip | None
     name = "source sound"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
@@ -123,9 +122,7 @@ class OverlapSound(Stage):
 
     def check(self, session: Session) -> None:
         for clip in (self.before, self.after):
-            for sentence in clip.said if clip else []:
-                if session.backend.is_main:
-                    note(sentence)
+            say(session, clip.said if clip else ())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         (call,) = self.needs(session.config)
@@ -145,18 +142,15 @@ class OverlapSound(Stage):
 
 
 @dataclass(frozen=True)
-class JoinFrames(Stage):
+class JoinFrames(FramesStage):
     """The frames of the clip before, the new part of the segment, the clip after."""
 
     seam: Seam
-    before: SourceClip | None
-    after: SourceClip | None
+    before: WholeClip | None
+    after: WholeClip | None
     name = "join"
 
-    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        state.frames = map(self._frames, state.frames)
-
-    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         before = (self.before.frames(), self.before.num_frames) if self.before else (iter(()), 0)
         return join_frames(
             chunks,
@@ -187,8 +181,5 @@ class Join(JoinFrames):
             sides = [clip.sound(rate) if clip else none for clip in (self.before, self.after)]
             if self.before:
                 sides[0] = sides[0][:, : round(self.before.heard_s * rate)]
-            state.waveforms = np.stack(
-                [join_sound(one, sides[0], sides[1], start, stop, rate) for one in made]
-            )
-            state.sample_rate = rate
-        state.put("waveform", state.waveforms if len(made) > 1 else state.waveforms[0])
+            joined = [join_sound(one, sides[0], sides[1], start, stop, rate) for one in made]
+            state.hear(np.stack(joined), rate)

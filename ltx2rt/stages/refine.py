@@ -1,17 +1,15 @@
-"""refine: a long clip window by window, and its end cut off: DFR's steps apart from denoising."""
+"""refine: a long clip window by window, in DFR's rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from fractions import Fraction
 
 import numpy as np
 
 from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.stage import State
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,29 +33,3 @@ class Refine(Denoise):
         if self.lead:
             assert before is not None and state.video is not None
             state.video = np.concatenate([before, state.video[:, :, self.lead :]], axis=2)
-
-
-@dataclass(frozen=True)
-class Cut(Stage):
-    """Frames and sound after the first `num_frames` are dropped; fps: of these frames."""
-
-    num_frames: int
-    fps: Fraction
-    name = "cut"
-
-    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        state.frames = map(self._frames, state.frames)
-        if state.waveforms is not None and state.sample_rate is not None:
-            state.waveforms = state.waveforms[
-                ..., : round(self.num_frames / self.fps * state.sample_rate)
-            ]
-            state.put(
-                "waveform", state.waveforms if len(state.waveforms) > 1 else state.waveforms[0]
-            )
-
-    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        left = self.num_frames
-        for chunk in chunks:  # all are taken, for devices decode them together
-            if left > 0:
-                yield chunk[:, :left]
-            left -= chunk.shape[1]

@@ -19,11 +19,9 @@ from ltx2rt.media.images import Resize, read_rgb, readable
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import Geometry, pixel_frames
-from ltx2rt.session.session import Session
-from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.inset import lasting
 from ltx2rt.stages.source_video import SourceVideo
-from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.stage import FramesStage
 
 FLAG = "--mask"
 WHITE = 127.5  # brightness above which a pixel of a mask is white
@@ -185,15 +183,12 @@ class RegionVideo(SourceVideo):
 
 
 @dataclass(frozen=True)
-class Compose(Stage):
+class Compose(FramesStage):
     """Restore the source's own pixels outside the regenerated region."""
 
     video: SourceVideo
     region: Region
     name = "compose"
 
-    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        state.frames = map(self._frames, state.frames)
-
-    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         return self.region.composed(chunks, self.video.shown())

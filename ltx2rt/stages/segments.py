@@ -27,7 +27,7 @@ from ltx2rt.models import vocoder
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.joined import SourceClip
+from ltx2rt.stages.joined import WholeClip
 from ltx2rt.stages.kept_steps import STEPS
 from ltx2rt.stages.sound import Sound, decode_mel, vocode
 from ltx2rt.stages.source_sound import SourceSound, encode_mel
@@ -55,7 +55,7 @@ def segment_starts(
 
 
 @dataclass(frozen=True)
-class SegmentFile(SourceClip):
+class SegmentFile(WholeClip):
     """The file of a segment, which need not be there yet, from its frame `first` on.
 
     start: the clip's frame that is the segment's first; origin: the one that was the first after
@@ -371,8 +371,7 @@ class Segments(Stage):
                 part.samples(part.sample(part.start, rate), part.sample(stop, rate))
                 for part, stop in stops(self.parts)
             ]
-            state.waveforms, state.sample_rate = np.concatenate(heard, axis=1)[None], rate
-            state.put("waveform", state.waveforms[0])
+            state.hear(np.concatenate(heard, axis=1)[None], rate)
         for part in self.parts if state.keep else ():
             file = TensorFile(part.record_path)
             state.record |= {name: file.read(name) for name in file.names()}

@@ -62,10 +62,9 @@ class Sound(Stage):
                 watch.check()
 
             made = [self.decode(session, x, finished) for x in videos_of(state.sound)]
-            state.mel, state.waveforms = map(np.concatenate, zip(*made, strict=True))
-        state.sample_rate = session.config.vocoder.sample_rate
-        finite(self.name, waveforms=state.waveforms)
-        state.put("waveform", state.waveforms if self.num_videos > 1 else state.waveforms[0])
+            state.mel, waveforms = map(np.concatenate, zip(*made, strict=True))
+        finite(self.name, waveforms=waveforms)
+        state.hear(waveforms, session.config.vocoder.sample_rate)
 
     def decode(
         self, session: Session, latent: np.ndarray, finished: Callable[[], None]

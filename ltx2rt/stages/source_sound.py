@@ -17,10 +17,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.sound import read_sound, resample
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.models.mel import WINDOW, log_mel
-from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import Stage, State, finite
+from ltx2rt.stages.stage import Stage, State, finite, say
 
 SLACK_S = 0.01  # silence at the end of a clip, where codecs cut a sound
 
@@ -111,9 +110,7 @@ class SourceSound(Stage):
                     "with silence by --audio-fit pad"
                 )
             said.append(f"{lasts}; silence follows up to {self.clip_s:.4f} s")
-        if session.backend.is_main:
-            for sentence in said:
-                note(sentence)
+        say(session, said)
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         (call,) = self.needs(session.config)
@@ -127,8 +124,7 @@ class SourceSound(Stage):
         state.source["audio"] = latent
         state.put(self.record, latent)
         if self.sound:
-            state.waveforms, state.sample_rate = np.repeat(waveform, self.num_videos, axis=0), rate
-            state.put("waveform", state.waveforms if self.num_videos > 1 else waveform[0])
+            state.hear(np.repeat(waveform, self.num_videos, axis=0), rate)
 
 
 def encode_sound(session: Session, call: Call, waveform: np.ndarray, rate: int) -> np.ndarray:

@@ -19,11 +19,10 @@ from ltx2rt.media.hdr import to_codes, to_model
 from ltx2rt.media.images import Resize, contain, fit
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import Geometry, pixel_frames
-from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.inset import Inset, lasting
-from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.stage import Stage, State, say
 from ltx2rt.stages.tiling import Span, Tiling
 
 
@@ -80,8 +79,11 @@ class SourceVideo(Stage):
                 "read; pass a longer one"
             )
         over = info.num_frames - self.num_frames
-        if over > 0 and not self.inset and not self.window and session.backend.is_main:
-            note(f"{self.path}: the last {over} of its {info.num_frames} frames are left out")
+        if over > 0 and not self.inset and not self.window:
+            say(
+                session,
+                [f"{self.path}: the last {over} of its {info.num_frames} frames are left out"],
+            )
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         with watch.stage(self.name):

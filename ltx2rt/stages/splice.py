@@ -17,11 +17,11 @@ from ltx2rt.session.session import Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo
-from ltx2rt.stages.stage import Stage, State
+from ltx2rt.stages.stage import FramesStage, State
 
 
 @dataclass(frozen=True)
-class Splice(Stage):
+class Splice(FramesStage):
     """video, sound: the part of the source that the model sees, all of it or a window; sound None:
     it has none, and the clip's stays as it is. info: of the file. frames: the file's frames that
     are new, seconds: the part of its sound. The clip gets the rate of the source's sound."""
@@ -34,7 +34,7 @@ class Splice(Stage):
     name = "splice"
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        state.frames = map(self._frames, state.frames)
+        super().run(session, state, watch)
         if self.sound is None or state.waveforms is None or state.sample_rate is None:
             return
         with watch.stage(self.name):
@@ -44,11 +44,8 @@ class Splice(Stage):
             made = made[..., : max(source.shape[1] - first, 0)]
             after = source.shape[1] - first - made.shape[2]
             made = np.pad(made, ((0, 0), (0, 0), (first, after)))
-            state.waveforms = np.stack(
-                [splice_sound(one, source, *self.seconds, rate) for one in made]
-            )
-            state.sample_rate = rate
-        state.put("waveform", state.waveforms if len(made) > 1 else state.waveforms[0])
+            spliced = [splice_sound(one, source, *self.seconds, rate) for one in made]
+            state.hear(np.stack(spliced), rate)
 
     def _source(self, sound: SourceSound) -> tuple[np.ndarray, int]:
         """f32[2, N] of the whole file, as long as its frames, and the rate in Hz."""
@@ -58,7 +55,7 @@ class Splice(Stage):
         over = max(round(length_s * rate) - found.shape[1], 0)
         return np.pad(np.broadcast_to(found, (2, found.shape[1])), ((0, 0), (0, over))), rate
 
-    def _frames(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         start = self.video.start
         source = self.video.codes(
             read_frames(

@@ -6,7 +6,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +15,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.provenance import Origin
+from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 
@@ -65,6 +66,15 @@ class State:
         if self.keep:
             self.record[name] = np.asarray(value, np.float32)
 
+    def put_of_videos(self, name: str, values: np.ndarray) -> None:
+        """[videos, ...]; the record of one video has no axis of videos."""
+        self.put(name, values if len(values) > 1 else values[0])
+
+    def hear(self, waveforms: np.ndarray, rate: int) -> None:
+        """Take the clip's sound."""
+        self.waveforms, self.sample_rate = waveforms, rate
+        self.put_of_videos("waveform", waveforms)
+
 
 class Stage(Protocol):
     """A frozen description, with defaults of all methods but `run`."""
@@ -89,6 +99,23 @@ class Stage(Protocol):
     def steps(self) -> int:
         """Number of steps that it shows; 0: none."""
         return 0
+
+
+class FramesStage(Stage):
+    """A stage that changes the clip's frames while they are taken."""
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        state.frames = map(self.changed, state.frames)
+
+    def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        """A video's chunks, which are all taken because devices decode them together."""
+        ...
+
+
+def say(session: Session, said: Iterable[str]) -> None:
+    """Notes of the main process."""
+    for sentence in said if session.backend.is_main else ():
+        note(sentence)
 
 
 def videos_of(latents: np.ndarray) -> list[np.ndarray]:

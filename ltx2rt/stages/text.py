@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from ltx2rt.config import ModelConfig
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.text_encoder import feeds
-from ltx2rt.notes import note
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import MODALITIES, Stage, State
+from ltx2rt.stages.stage import MODALITIES, Stage, State, say
 from ltx2rt.stages.tokenizer import check_vocabulary, count_tokens, tokenize
 
 PROMPTS = "prompt", "negative prompt"
@@ -34,10 +33,9 @@ class Text(Stage):
         if session.config.gemma is not None:
             check_vocabulary(tokenizer, session.config.gemma.vocab_size)
         for name, prompt in zip(PROMPTS[: len(self.prompts)], self.prompts, strict=True):
-            if (
-                count := count_tokens(tokenizer, prompt)
-            ) > PROMPT_TOKENS and session.backend.is_main:
-                note(f"the {name} has {count} tokens, the model reads the first {PROMPT_TOKENS}")
+            if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS:
+                read = f"the model reads the first {PROMPT_TOKENS}"
+                say(session, [f"the {name} has {count} tokens, {read}"])
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         """Contexts of prompts that the session has encoded before are its own."""

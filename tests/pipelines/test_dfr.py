@@ -24,7 +24,8 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Anchor, Image, ModalityState, SeededSlot, audio_state
 from ltx2rt.stages.denoise import Denoise, step_shape
-from ltx2rt.stages.refine import Cut, Refine
+from ltx2rt.stages.inset import Cut
+from ltx2rt.stages.refine import Refine
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.upsample import UpsampleTime
 from ltx2rt.testing import relative_l2
@@ -407,7 +408,7 @@ def test_the_canvas_end_is_cut_off():
 
     sound = np.zeros((1, 2, 30000), np.float32)
     state = State(frames=iter([chunks()]), waveforms=sound, sample_rate=24000)
-    Cut(17, Fraction(24)).run(None, state, Stopwatch())
+    Cut(17, fps=Fraction(24)).run(None, state, Stopwatch())
     (video,) = state.frames
     np.testing.assert_array_equal(np.concatenate(list(video), axis=1), frames[:, :17])
     assert taken == [9, 11, 5] and state.waveforms.shape == (1, 2, 17000)

@@ -19,7 +19,7 @@ from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Call
-from ltx2rt.stages.joined import SourceClip, kept_sound
+from ltx2rt.stages.joined import WholeClip, kept_sound
 from tests.conftest import assert_near, denoised, refused
 from tests.pipelines.test_retake import write
 
@@ -225,7 +225,7 @@ def test_a_tone_goes_through_both_seams():
 def test_silence_at_the_end_of_a_file_is_not_continued(tmp_path, silent_s):
     """As much of it as a model's own clips have, 0.03 s."""
     file = write(tmp_path / "clip.mp4", 24, sound_s=1 - silent_s)
-    clip = SourceClip(file, video_info(file, ""), "--video-path")
+    clip = WholeClip(file, video_info(file, ""), "--video-path")
     expected = {0: 1, 0.03: 0.97, 0.5: 1}[silent_s]
     assert abs(clip.heard_s - expected) <= 0.0101  # two blocks, of which one is AAC's echo
 

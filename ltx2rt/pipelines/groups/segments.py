@@ -305,7 +305,7 @@ class Segments(Group):
             if i and i + 1 not in self.cut:
                 first = part.start - parts[i - 1].start
                 begun = next(p for p in parts if p.start == part.origin)
-                anchor = (begun.path, self.anchor) if self.anchor else None
+                anchor = (begun, self.anchor) if self.anchor else None
                 before = replace(parts[i - 1], first=first)
                 inset = request.inset(model)
                 made = list(continued(made, before, options, model, anchor, inset))
@@ -346,7 +346,7 @@ def continued(
     before: SegmentFile,
     options: ModelOptions,
     model: ModelConfig,
-    anchor: tuple[Path, float] | None = None,
+    anchor: tuple[SegmentFile, float] | None = None,
     inset: Inset | None = None,
 ) -> Iterator[Stage]:
     """The stages of a clip, each of which continues the part before, in pictures and sound.
@@ -366,11 +366,10 @@ def continued(
         masks = {"audio": past.mask}
     if masks and not mixed:
         yield PastSound(past)
-    file = before.path, before.info.num_frames
     for stage in stages:
         if isinstance(stage, Denoise) and "video" not in stage.frozen:
-            how = options.vae_tiling, model, before.wide, inset
-            tail = ends(stage.geometry, file, None, overlap, 0, *how)
+            how = options.vae_tiling, model, inset
+            tail = ends(stage.geometry, before, None, overlap, 0, *how)
             guide = [leading(stage.geometry, *anchor, *how)] if anchor else []
             given = (*stage.given, *tail, *guide)
             stage = replace(stage, given=given)
