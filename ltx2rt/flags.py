@@ -68,6 +68,7 @@ class Flag:
     least, most, above: bounds that hold for every model; `above` itself is out of them.
     name: the flag, if it is not the field's name with dashes; a switch of a field that is True by
     default starts with `--no-`. also: other spellings of it; of such a switch, its opposite.
+    expects: the values in an error, where the parser does not tell.
     bare: the text that the flag stands for if no value follows it; in Python, True.
     file: kind of the files that the value names: image, sound, video, mask, tensors, plan, folder.
     kept: the clip keeps parts of the file.
@@ -91,6 +92,7 @@ class Flag:
     split: bool = False
     name: str | None = None
     also: tuple[str, ...] = ()
+    expects: str = ""
     bare: str | None = None
     file: str | None = None
     kept: bool = False
@@ -382,7 +384,8 @@ def _one(f: Field, value: Any) -> Any:
     except (AttributeError, TypeError, ValueError, OverflowError):
         _, kind = KINDS.get(parse, ("", how.metavar or parse.__name__.replace("parse_", "")))
         name = spelling(f) if how.typed else f.name
-        raise InputError(f"{name}: {str(value)[:80]!r}, expected {kind}") from None
+        text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+        raise InputError(f"{name}: {text[:80]!r}, expected {how.expects or kind}") from None
     if how.choices and found not in how.choices:
         known = f"expected one of {', '.join(how.choices)}{hint(str(found), how.choices)}"
         raise InputError(f"{spelling(f)}: {str(found)[:80]!r}, {known}")

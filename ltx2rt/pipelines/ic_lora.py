@@ -219,7 +219,7 @@ class ICLora(Request):
                 before = [SourceSound(path, full, since, *kind)]
                 first, second, kept = {"frozen": ("audio",)}, {"frozen": ("audio",)}, True
         if self.skip_stage_2:
-            made = self.denoise_once(half, options, loras, given, **first)
+            made = self.denoise_once(half, options, loras, given)
             return [*self.text, *made, *self.decoded(half, model, options)]
         first, second = first | {"given": given}, second | {"loras": loras.extra}
         made = self.in_two_passes(model, options, loras, first, second, sound=not kept)

@@ -7,7 +7,7 @@ clip is last.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
@@ -171,11 +171,7 @@ def _restored(clip: Path, field: str, value: Any) -> Any:
 
 
 def _file(clip: Path, field: str, named: Mapping[str, str]) -> Path:
-    def places() -> Iterator[Path]:
-        yield clip.parent / named["name"]
-        yield Path(named["name"])
-
-    for path in places():
+    for path in (clip.parent / named["name"], Path(named["name"])):
         if path.exists() and named.get("digest") == digest(path):
             return path
     flag = field.replace("_", "-")

@@ -437,6 +437,8 @@ class Request:
         place of these; both: of both. sound: whether there is any to decode."""
         assert loras.distilled or self.distilled != "needed", "the request is not resolved"
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
+        one: dict[str, Any]
+        two: dict[str, Any]
         early = loras.extra if self.distilled == "optional" else ()
         one = {"sigmas": self.schedule, "loras": (*loras.of("stage1"), *early), **self.guiding}
         two = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), *loras.extra)}
@@ -484,12 +486,12 @@ def distilled_lora(
         )
     if takes == "unused":
         return None
-    if takes == "optional" and known and kind == "dev" and asked == NO_LORA:
-        raise InputError(
-            f"--distilled-lora: none, but {where} is dev ({known.how}), and the distilled steps of "
-            f"{request.name} need one; leave the flag out, or pass --assume distilled"
-        )
     if takes == "optional" and asked == NO_LORA:
+        if known and kind == "dev":
+            raise InputError(
+                f"--distilled-lora: none, but {where} is dev ({known.how}), and the distilled steps "
+                f"of {request.name} need one; leave the flag out, or pass --assume distilled"
+            )
         return None
     if asked is not None:
         return asked

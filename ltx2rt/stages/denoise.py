@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,11 +61,16 @@ class Noise:
     def draw(self, stream: str, shape: tuple[int, ...]) -> np.ndarray:
         """f32[videos, *shape]."""
         if self.file is not None:
-            file = TensorFile(self.file)
-            name = noise_name(file, self.prefix + stream)
-            assert name is not None, f"{self.file} has no {stream}, which the plan was to find out"
-            return file.read(name).astype(np.float32)
+            return self.read(stream)
         return np.stack([standard_normal(seed, stream, shape) for seed in self.seeds])
+
+    def read(self, stream: str, *part: tuple[int, int, int]) -> np.ndarray:
+        """The tensor of the file, or a part of it. part: as of `TensorFile.read`."""
+        assert self.file is not None
+        file = TensorFile(self.file)
+        name = noise_name(file, self.prefix + stream)
+        assert name is not None, f"{self.file} has no {stream}, which the plan was to find out"
+        return file.read(name, *part).astype(np.float32)
 
 
 class Part(NamedTuple):
@@ -228,11 +233,8 @@ class Denoise(Stage):
             name = f"{self.noise.prefix}{self.name}.{m}"
             found[name] = (self.num_videos, *tokens)
             for stream, rows in self.trajectory.streams.items():
-                found[f"{name}.{stream}"] = (
-                    *([self.num_videos] if self.num_videos > 1 else []),
-                    rows,
-                    *tokens,
-                )
+                videos = (self.num_videos,) if self.num_videos > 1 else ()
+                found[f"{name}.{stream}"] = (*videos, rows, *tokens)
         return found
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
@@ -267,6 +269,10 @@ class Denoise(Stage):
         def found(values: Mapping[str, Any], m: str, name: str) -> np.ndarray:
             return session.backend.to_host(values[f"{m}_{name}"])
 
+        def video(values: Mapping[str, Any]) -> np.ndarray:
+            tokens = found(values, "video", "x0")
+            return unpack_video(states["video"].clear(tokens), self.geometry)
+
         with watch.stage(self.name, sum(counts), done=first) as done, kept.until_stopped():
             for last in run():
                 kept.step(
@@ -278,7 +284,7 @@ class Denoise(Stage):
                         trail.setdefault(f"{m}.x0", []).append(found(last, m, "x0"))
                 done()
                 if "video" in self.made:
-                    watch.look(lambda x=last: self._video(states, found(x, "video", "x0")))
+                    watch.look(partial(video, last))
                 watch.check()
         made = {m: feeds[f"{m}_latent"] for m in self.made}
         self._finish(state, states, made, trail)
@@ -294,10 +300,8 @@ class Denoise(Stage):
 
     def _started(self, state: State, states: Mapping[str, ModalityState]) -> dict[str, np.ndarray]:
         """The latents that the loop begins with, and the sampler's further state."""
-        latents, packing = (
-            {"video": state.video, "audio": state.audio},
-            {"video": pack_video, "audio": pack_audio},
-        )
+        latents = {"video": state.video, "audio": state.audio}
+        packing = {"video": pack_video, "audio": pack_audio}
         feeds: dict[str, np.ndarray] = {}
         for m in self.made:
             x, start = states[m], state.source[m] if m in self.mixed else latents[m]
@@ -355,10 +359,6 @@ class Denoise(Stage):
             two = (branches.uncond and m in self.made) or (self._moved and m == "video")
             found[f"{m}_context"] = state.contexts[m][: 2 if two else 1]
         return found
-
-    def _video(self, states: Mapping[str, ModalityState], tokens: np.ndarray) -> np.ndarray:
-        """The clip's own of the stage's tokens, as [videos, C, frames, rows, columns]."""
-        return unpack_video(states["video"].clear(tokens), self.geometry)
 
     def _per_step(self, state: State) -> dict[str, np.ndarray]:
         """The inputs of which every evaluation has its own: [evaluations, ...]."""

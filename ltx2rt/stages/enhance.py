@@ -176,7 +176,9 @@ def _written(
     tokenizer = Tokenizer.from_buffer(enhancer.tokenizer.read_bytes())
     model = load(enhancer.folder, dtype, on_gpu)
     merge_into(model, enhancer.loras)
-    config = model.config
+    config, stop = model.config, model.config.eos_token_id
+    if stop is None:
+        stop = config.get_text_config().eos_token_id
     task = TASK + DETAILED if enhancer.detailed else TASK
     if enhancer.greedy:
         inputs = templated(enhancer.folder, f"{task}\n\nThe idea: {prompt.strip()}")
@@ -186,11 +188,6 @@ def _written(
     inputs = inputs.to(model.device)
     if image:
         inputs["pixel_values"] = inputs["pixel_values"].to(model.dtype)
-    stop = (
-        config.eos_token_id
-        if config.eos_token_id is not None
-        else config.get_text_config().eos_token_id
-    )
     # Not the folder's own, which samples in another way.
     how: dict[str, Any] = {"max_new_tokens": MAX_TOKENS}
     if enhancer.greedy:
@@ -221,10 +218,12 @@ def templated(folder: Path, turn: str) -> Any:
             f"--prompt-enhancer: {folder} has no chat template ({error}); pass one that is tuned "
             "to instructions, such as gemma-4-E2B-it"
         ) from None
-    ids = found["input_ids"]
+    return library().BatchFeature(_padded(found["input_ids"]), tensor_type="pt")
+
+
+def _padded(ids: Sequence[int]) -> dict[str, Any]:
     padding = [0] * (-len(ids) % MULTIPLE)
-    arrays = {"input_ids": [[*padding, *ids]], "attention_mask": [[*padding, *[1] * len(ids)]]}
-    return library().BatchFeature(arrays, tensor_type="pt")
+    return {"input_ids": [[*padding, *ids]], "attention_mask": [[*padding, *[1] * len(ids)]]}
 
 
 def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
@@ -298,9 +297,7 @@ def feeds(
         picture = f"\n\n<start_of_image>{soft}<end_of_image>\n\n"
     turn = f"{task}{WITH_IMAGE if picture else ''}\n\n{picture}The idea: {prompt.strip()}"
     text = f"<bos><start_of_turn>user\n{turn}<end_of_turn>\n<start_of_turn>model\n"
-    ids = tokenizer.encode(text, add_special_tokens=False).ids
-    padding = [0] * (-len(ids) % MULTIPLE)
-    arrays = {"input_ids": [[*padding, *ids]], "attention_mask": [[*padding, *[1] * len(ids)]]}
+    arrays = _padded(tokenizer.encode(text, add_special_tokens=False).ids)
     if pixels is not None:
         seen = np.array(arrays["input_ids"]) == config.image_token_id
         if seen.sum() != config.mm_tokens_per_image:

@@ -17,7 +17,7 @@ from ltx2rt.models.diffusion_decoder import BORDERS, DiffusionDecoderConfig, Til
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.denoise import Noise, noise_name
+from ltx2rt.stages.denoise import Noise
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import FRAMES, Stage, State, finite, videos_of
 from ltx2rt.stages.tiling import (
@@ -28,7 +28,6 @@ from ltx2rt.stages.tiling import (
     plan_tiles,
     tile_latents,
 )
-from ltx2rt.weights.files import TensorFile
 
 DECODERS = ("conv", "diffusion")
 STREAM = "decoder"  # name of the diffusion decoder's noise, [videos, 3, F, H, W] in --noise-in
@@ -38,7 +37,7 @@ Calls = Iterator[tuple[Call, dict[str, np.ndarray]]]
 
 def tiling(geometry: Geometry, model: ModelConfig, mode: str) -> Tiling:
     """The tiles of a clip. mode: "auto", or "off" for one tile."""
-    return plan_tiles(mode, (geometry.frames, geometry.rows, geometry.columns), model.video_vae)
+    return plan_tiles(mode, geometry.grid, model.video_vae)
 
 
 def video_decoder(model: ModelConfig, asked: str | None) -> str:
@@ -68,7 +67,7 @@ def decoding(
     config = config_of(model)
     tiles = plan_feature_tiles(
         mode,
-        diffusion_decoder.cells(config, (geometry.frames, geometry.rows, geometry.columns)),
+        diffusion_decoder.cells(config, geometry.grid),
         diffusion_decoder.overlap(config),
         diffusion_decoder.cell(config),
     )
@@ -86,8 +85,7 @@ class Frames(Stage):
     makes = (FRAMES,)
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        tiles = list(itertools.product(self.tiling.frames, self.tiling.rows, self.tiling.columns))
-        for spans in tiles * self.num_videos:
+        for spans in [*self.tiling] * self.num_videos:
             latent = (1, self.geometry.video_channels, *(s.stop - s.start for s in spans))
             yield Call("video-decoder", latent, each=True)
 
@@ -144,20 +142,12 @@ class DiffusionFrames(Frames):
     noise: Noise = field(kw_only=True)
     border: str = BORDERS[0]
 
-    @property
-    def grid(self) -> tuple[int, int, int]:
-        return self.geometry.frames, self.geometry.rows, self.geometry.columns
-
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         config = config_of(model)
         for _ in range(self.num_videos):
             yield Call("diffusion-features", self.geometry.video_shape)
-            for frames, rows, columns in itertools.product(
-                self.tiling.frames, self.tiling.rows, self.tiling.columns
-            ):
-                yield Call(
-                    "diffusion-decoder", self._shape(config, frames, rows, columns), each=True
-                )
+            for spans in self.tiling:
+                yield Call("diffusion-decoder", self._shape(config, *spans), each=True)
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {self.noise.prefix + STREAM: (self.num_videos, 3, *self._pixels(config_of(model)))}
@@ -171,12 +161,12 @@ class DiffusionFrames(Frames):
 
     def _pixels(self, config: DiffusionDecoderConfig) -> tuple[int, int, int]:
         """Frames, rows and columns that all tiles make, before what was padded is cut off."""
-        return diffusion_decoder.whole(config, 1, self.grid).pixels(config)
+        return diffusion_decoder.whole(config, 1, self.geometry.grid).pixels(config)
 
     def _shape(
         self, config: DiffusionDecoderConfig, frames: Span, rows: Span, columns: Span
     ) -> TileShape:
-        shape = diffusion_decoder.whole(config, 1, self.grid, self.border)
+        shape = diffusion_decoder.whole(config, 1, self.geometry.grid, self.border)
         first, last = frames is self.tiling.frames[0], frames is self.tiling.frames[-1]
         return replace(
             shape,
@@ -207,14 +197,8 @@ class DiffusionFrames(Frames):
     def _drawn(self, number: int, frames: range, height: int, width: int) -> np.ndarray:
         """f32[1, 3, frames, height, width]: the noise of these frames of a video."""
         if self.noise.file is not None:
-            file = TensorFile(self.noise.file)
-            name = noise_name(file, self.noise.prefix + STREAM)
-            assert name is not None, (
-                f"{self.noise.file} has no {STREAM}, which the plan was to find out"
-            )
-            return file.read(name, (0, number, number + 1), (2, frames.start, frames.stop)).astype(
-                np.float32
-            )
+            of_video, of_frames = (0, number, number + 1), (2, frames.start, frames.stop)
+            return self.noise.read(STREAM, of_video, of_frames)
         seed = self.noise.seeds[number]
         with ThreadPoolExecutor(DRAWING_THREADS, thread_name_prefix="noise") as pool:
             drawn = pool.map(
@@ -223,7 +207,7 @@ class DiffusionFrames(Frames):
             return np.stack(list(drawn), axis=1)[None]
 
     def _clip(self, model: ModelConfig, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        frames, rows, columns = diffusion_decoder.inside(config_of(model), self.grid)
+        frames, rows, columns = diffusion_decoder.inside(config_of(model), self.geometry.grid)
         left = frames.stop
         for chunk in chunks:
             if left > 0:

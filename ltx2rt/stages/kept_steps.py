@@ -25,6 +25,15 @@ EVERY_S = 10.0
 STOPPED = (KeyboardInterrupt, SystemExit, Cancelled)
 
 
+@contextmanager
+def durable(path: Path) -> Iterator[Path]:
+    """Path of a file in the making, which is on the disk before it gets its name."""
+    with replacing(path) as partial:
+        yield partial
+        with partial.open("rb") as file:
+            os.fsync(file.fileno())
+
+
 class KeptSteps:
     """The file of one stage; none if the state has no folder. of: the stage's number of steps."""
 
@@ -63,10 +72,8 @@ class KeptSteps:
         if not self.path.parent.exists():
             self.claim()
         count = {COUNT: np.array([self.done, self.of], np.int32)}
-        with replacing(self.path) as partial:
+        with durable(self.path) as partial:
             write_arrays(partial, self._values() | count)
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
         self.saved, self._saved_s = self.done, time.monotonic()
 
     @contextmanager

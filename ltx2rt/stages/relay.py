@@ -19,7 +19,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -104,15 +104,19 @@ class Relay:
     softness: float
 
     @property
+    def parts(self) -> list[str]:
+        """The prompt, then the others in the order of the flags."""
+        return [self.prompt.strip(), *(span.text.strip() for span in self.spans)]
+
+    @property
     def text(self) -> str:
-        """All parts, in the order of the flags."""
-        return " ".join([self.prompt.strip(), *(span.text.strip() for span in self.spans)])
+        return " ".join(self.parts)
 
     def columns(self, session: Session) -> list[range]:
         """The spans' columns in the context of tokens. Raises InputError if it is full."""
         tokenizer = session.checkpoint.require_tokenizer()
-        parts = [self.prompt.strip(), *(span.text.strip() for span in self.spans)]
-        ends = [count_tokens(tokenizer, " ".join(parts[: i + 1])) for i in range(len(parts))]
+        texts = accumulate(self.parts, "{} {}".format)
+        ends = [count_tokens(tokenizer, text) for text in texts]
         if ends[-1] > PROMPT_TOKENS:
             raise InputError(
                 f"{FLAG}: the texts have {ends[-1]} tokens together, the model reads "

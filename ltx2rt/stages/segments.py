@@ -7,7 +7,6 @@ what one makes that never stopped.
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields
@@ -17,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 
-from ltx2rt.atomic_file import replacing
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.mp4 import EXACT, EXACT_CODES, write_mp4
 from ltx2rt.media.sound import read_sound
@@ -28,7 +26,7 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.joined import WholeClip
-from ltx2rt.stages.kept_steps import STEPS
+from ltx2rt.stages.kept_steps import STEPS, durable
 from ltx2rt.stages.sound import Sound, decode_mel, vocode
 from ltx2rt.stages.source_sound import SourceSound, encode_mel
 from ltx2rt.stages.stage import FRAMES, SOUND, Stage, State, finite
@@ -87,10 +85,6 @@ class SegmentFile(WholeClip):
         return stacked(islice(self.frames(), stop - self.start))
 
     @property
-    def mel_path(self) -> Path:
-        return self.path.with_suffix(MEL)
-
-    @property
     def look_path(self) -> Path:
         return self.path.with_suffix(LOOK)
 
@@ -100,7 +94,7 @@ class SegmentFile(WholeClip):
 
     def mel(self) -> np.ndarray:
         """f32[1, 2, T, mel bins], from the segment's first frame on."""
-        return np.load(self.mel_path)
+        return np.load(self.path.with_suffix(MEL))
 
     def sample(self, frame: int, rate: int) -> int:
         """The clip's sample at one of its frames."""
@@ -314,13 +308,13 @@ class Keep(Stage):
         info = self.part.info
         if state.keep:
             own = {f"segment{self.number}.{name}": x for name, x in state.record.items()}
-            with replacing(self.part.record_path) as partial:
+            with durable(self.part.record_path) as partial:
                 write_arrays(partial, own)
         if state.mel is not None:
-            _save(self.part.mel_path, state.mel)
+            _save(self.part.path.with_suffix(MEL), state.mel)
         if self.look and state.video is not None:
             _save(self.part.look_path, statistics(state.video))
-        with replacing(self.part.path) as partial:
+        with durable(self.part.path) as partial:
             write_mp4(
                 partial,
                 frames,
@@ -331,17 +325,13 @@ class Keep(Stage):
                 origin=state.origin,
                 container=EXACT_CODES if self.part.wide else EXACT,
             )
-            with partial.open("rb") as file:
-                os.fsync(file.fileno())
         for path in self.part.path.parent.glob(f"{SEGMENT}{self.number}.*{STEPS}"):
             path.unlink()
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    with replacing(path) as partial, partial.open("wb") as file:
+    with durable(path) as partial, partial.open("wb") as file:
         np.save(file, array)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 @dataclass(frozen=True)

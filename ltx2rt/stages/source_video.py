@@ -62,8 +62,7 @@ class SourceVideo(Stage):
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """One call for each shape of a tile."""
-        tiles = itertools.product(self.tiling.frames, self.tiling.rows, self.tiling.columns)
-        for shape, times in Counter(self._shape(*spans) for spans in tiles).items():
+        for shape, times in Counter(self._shape(*spans) for spans in self.tiling).items():
             yield Call("video-encoder", shape, times)
 
     def _shape(self, t: Span, r: Span, c: Span) -> tuple[int, ...]:

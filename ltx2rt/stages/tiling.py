@@ -27,7 +27,6 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.config import VideoVaeConfig
-from ltx2rt.errors import InputError
 
 # The official automatic layout.
 # the long side; the short one follows the aspect ratio
@@ -70,39 +69,33 @@ class Tiling:
     rows: tuple[Span, ...]
     columns: tuple[Span, ...]
 
+    def __iter__(self) -> Iterator[tuple[Span, Span, Span]]:
+        return itertools.product(self.frames, self.rows, self.columns)
+
 
 def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
     """The tiles of a latent of (frames, rows, columns). mode: "auto", or "off" for one tile."""
-    if mode not in ("auto", "off"):
-        raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
-    frames, rows, columns = shape
-    if mode == "off":
-        sizes = shape
-    else:
-        long, shortest = TILE_PX // config.space_factor, MIN_TILE_PX // config.space_factor
-        longer = max(rows, columns)
-        tile_rows, tile_columns = (max(shortest, round(long * n / longer)) for n in (rows, columns))
-        sizes = (TILE_FRAMES // config.time_factor, tile_rows, tile_columns)
-    overlap = OVERLAP_PX // config.space_factor
-    return Tiling(
-        time_spans(frames, sizes[0], OVERLAP_FRAMES // config.time_factor, config.time_factor),
-        space_spans(rows, sizes[1], overlap, config.space_factor),
-        space_spans(columns, sizes[2], overlap, config.space_factor),
-    )
+    long, shortest = TILE_PX // config.space_factor, MIN_TILE_PX // config.space_factor
+    sides = [max(shortest, round(long * n / max(shape[1:]))) for n in shape[1:]]
+    return _plan(mode, shape, config, sides, config.time_factor, config.space_factor)
 
 
 def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
     """Tiles that frames are encoded in, of the largest size along every axis; `Span.weights` are
     for latents. shape: latent frames, rows, columns. mode: "auto", or "off" for one tile."""
-    if mode not in ("auto", "off"):
-        raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
-    side = TILE_PX // config.space_factor
-    sizes = shape if mode == "off" else (TILE_FRAMES // config.time_factor, side, side)
+    return _plan(mode, shape, config, [TILE_PX // config.space_factor] * 2, 1, 1)
+
+
+def _plan(
+    mode: str, shape: tuple[int, int, int], config: VideoVaeConfig, sides: list[int], time: int,
+    space: int,
+) -> Tiling:  # fmt: skip
+    """sides: rows and columns of a tile; time, space: positions of weights to a latent."""
+    size, *sides = shape if mode == "off" else (TILE_FRAMES // config.time_factor, *sides)
     overlap = OVERLAP_PX // config.space_factor
+    frames = time_spans(shape[0], size, OVERLAP_FRAMES // config.time_factor, time)
     return Tiling(
-        time_spans(shape[0], sizes[0], OVERLAP_FRAMES // config.time_factor, 1),
-        space_spans(shape[1], sizes[1], overlap, 1),
-        space_spans(shape[2], sizes[2], overlap, 1),
+        frames, *(space_spans(n, s, overlap, space) for n, s in zip(shape[1:], sides, strict=True))
     )
 
 
@@ -125,8 +118,6 @@ def plan_feature_tiles(
     in time become frames [2a - 1, 2b - 1), frame -1 left out. Source of the frames: the official
     decoder, which takes tiles as large as fit its memory.
     """
-    if mode not in ("auto", "off"):
-        raise InputError(f"VAE tiling is {mode!r}, expected auto or off")
 
     def splits(n: int, shared: int) -> list[tuple[int, int]]:
         """(size of a tile, cells of all) in one tile, two, ... above twice the overlap."""
@@ -197,7 +188,7 @@ def _normalised(spans: list[Span]) -> tuple[Span, ...]:
 
 def tile_latents(latent: np.ndarray, tiling: Tiling) -> Iterator[np.ndarray]:
     """Each tile's part of [1, channels, frames, rows, columns], ordered as in `blend_tiles`."""
-    for t, r, c in itertools.product(tiling.frames, tiling.rows, tiling.columns):
+    for t, r, c in tiling:
         yield latent[:, :, t.latents, r.latents, c.latents]
 
 

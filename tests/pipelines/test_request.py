@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from ltx2rt.errors import InputError
+from ltx2rt.flags import keywords
 from ltx2rt.pipelines import make_request, pipeline
 from ltx2rt.pipelines.distilled import Distilled
 from ltx2rt.pipelines.groups.guidance import parse_blocks
@@ -278,7 +279,7 @@ def test_malformed_specs_are_refused():
     assert apart == (3, "video=14", "video=19", "audio=28") == parse_blocks(apart)
     for bad in ("x", "sound=3", "video=", "video=a", [0.5], 3, ["video=1.5"]):
         with refused(r"--stg-blocks: .*expected block numbers"):
-            parse_blocks(bad)
+            keywords({"stg_blocks": bad}, type(REQUEST))
     one = replace(REQUEST, stg_blocks=("video=14",)).resolved(model())
     assert one.stg_blocks == ("video=14", "audio=28") == one.resolved(model()).stg_blocks
 

@@ -125,8 +125,6 @@ def test_official_tiles_of_a_large_source(session):
         np.testing.assert_allclose(total, 1, atol=1e-6)
     off = plan_encoder_tiles("off", (16, 34, 60), vae)
     assert all(len(spans) == 1 for spans in vars(off).values())
-    with refused("expected auto or off"):
-        plan_encoder_tiles("on", (1, 1, 1), vae)
     large = Geometry.of(session.config, 1920, 1088, 121, 24)
     calls = list(SourceVideo("x", large, tiling).needs(session.config))
     assert sum(call.times for call in calls) == 12 and len(calls) == 4  # shapes

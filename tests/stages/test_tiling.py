@@ -17,7 +17,6 @@ from ltx2rt.stages.tiling import (
     tile_latents,
     time_spans,
 )
-from tests.conftest import refused
 
 STRIDES = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
 CONFIG = VideoVaeConfig(
@@ -58,11 +57,6 @@ def test_off_is_one_tile():
     tiling = plan_tiles("off", (16, 34, 60), CONFIG)
     assert tile_shapes(tiling) == {(16, 34, 60)}
     assert all((s.weights == 1).all() for (s,) in (tiling.frames, tiling.rows, tiling.columns))
-
-
-def test_an_unknown_mode_is_refused():
-    with refused("expected auto or off"):
-        plan_tiles("on", (1, 2, 2), CONFIG)
 
 
 def test_time_ramps():

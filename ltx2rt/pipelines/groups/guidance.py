@@ -29,22 +29,17 @@ TAU, ALPHA = 2.5, 0.25  # those of ComfyUI-KJNodes' node for LTX-2, whose scale 
 
 
 def parse_blocks(text: str | Sequence[int | str]) -> tuple[int | str, ...]:
-    """Block numbers, or text with commas; after `video=` or `audio=` those of one stream."""
+    """Block numbers, or text with commas; after `video=` or `audio=` those of one stream. Raises
+    TypeError or ValueError."""
     found, of = list[int | str](), ""
-    try:
-        for part in text.split(",") if isinstance(text, str) else text:
-            name, equals, number = str(part).strip().rpartition("=")
-            if equals and name not in MODALITIES:
-                raise ValueError
-            of = f"{name}=" if equals else of
-            if number or equals:
-                block = int(number) if isinstance(part, str) else index(part)
-                found.append(f"{of}{block}" if of else block)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"--stg-blocks: {str(text)[:80]!r}, expected block numbers such as 28, 14,19 or "
-            "video=14,19,audio=29"
-        ) from None
+    for part in text.split(",") if isinstance(text, str) else text:
+        name, equals, number = str(part).strip().rpartition("=")
+        if equals and name not in MODALITIES:
+            raise ValueError
+        of = f"{name}=" if equals else of
+        if number or equals:
+            block = int(number) if isinstance(part, str) else index(part)
+            found.append(f"{of}{block}" if of else block)
     return tuple(found)
 
 
@@ -58,6 +53,7 @@ class Scales(Group):
         "video=14,19,audio=29 (default: 29 for LTX-2.0, else 28)",
         parse_blocks,
         metavar="LIST",
+        expects="block numbers such as 28, 14,19 or video=14,19,audio=29",
         json="array",
     )
 
@@ -137,18 +133,12 @@ class ByChoice(Group):
 
 
 def parse_nag(text: str | float | Sequence[float]) -> tuple[float, float, float]:
-    """SCALE[:TAU[:ALPHA]], or as many numbers. Raises InputError."""
-    try:
-        given = text.split(":") if isinstance(text, str) else text
-        parts = [given] if isinstance(given, (int, float)) else given
-        scale, tau, alpha = [*map(float, parts), *(TAU, ALPHA)[max(len(parts) - 1, 0) :]]
-        if not (1 <= scale < math.inf and 0 < tau < math.inf and 0 <= alpha <= 1):
-            raise ValueError
-    except (TypeError, ValueError):
-        raise InputError(
-            f"{NAG}: {str(text)[:80]!r}, expected SCALE[:TAU[:ALPHA]], a scale of 1 or more, TAU "
-            f"above 0 and ALPHA from 0 to 1, such as 11 or 11:{TAU}:{ALPHA}"
-        ) from None
+    """SCALE[:TAU[:ALPHA]], or as many numbers. Raises TypeError or ValueError."""
+    given = text.split(":") if isinstance(text, str) else text
+    parts = [given] if isinstance(given, (int, float)) else given
+    scale, tau, alpha = [*map(float, parts), *(TAU, ALPHA)[max(len(parts) - 1, 0) :]]
+    if not (1 <= scale < math.inf and 0 < tau < math.inf and 0 <= alpha <= 1):
+        raise ValueError
     return scale, tau, alpha
 
 
@@ -160,6 +150,8 @@ class Nag(Group):
         "often 11",
         parse_nag,
         metavar="SCALE[:TAU[:ALPHA]]",
+        expects="SCALE[:TAU[:ALPHA]], a scale of 1 or more, TAU above 0 and ALPHA from 0 to 1, such "
+        f"as 11 or 11:{TAU}:{ALPHA}",
         json="string",
     )
 

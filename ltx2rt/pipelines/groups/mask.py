@@ -20,30 +20,11 @@ Pad = tuple[int, int, int, int]
 NONE: Pad = (0, 0, 0, 0)
 
 
-def parse_pad(text: str | Sequence[int]) -> Pad:
-    """LEFT,TOP,RIGHT,BOTTOM in pixels, or the four numbers. Raises InputError."""
-    try:
-        if isinstance(text, str):
-            left, top, right, bottom = (int(part) for part in text.split(","))
-        else:
-            left, top, right, bottom = (index(part) for part in text)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"--pad: {str(text)[:80]!r}, expected LEFT,TOP,RIGHT,BOTTOM in pixels, such as "
-            "128,0,128,0"
-        ) from None
+def parse_four(text: str | Sequence[int]) -> Pad:
+    """Four numbers, or text with commas. Raises TypeError or ValueError."""
+    parts = map(int, text.split(",")) if isinstance(text, str) else map(index, text)
+    left, top, right, bottom = parts
     return left, top, right, bottom
-
-
-def parse_box(text: str | Sequence[int]) -> Pad:
-    """LEFT,TOP,WIDTH,HEIGHT in pixels, or the four numbers. Raises InputError."""
-    try:
-        return parse_pad(text)
-    except InputError:
-        raise InputError(
-            f"--mask-box: {str(text)[:80]!r}, expected LEFT,TOP,WIDTH,HEIGHT in pixels, such as "
-            "40,20,128,64"
-        ) from None
 
 
 @dataclass(frozen=True)
@@ -58,18 +39,20 @@ class Mask(Group):
     mask_box: Pad | None = flag(
         None,
         "rectangle of the file to regenerate, in place of a mask",
-        parse_box,
+        parse_four,
         asks="inpaint",
         metavar="LEFT,TOP,WIDTH,HEIGHT",
+        expects="LEFT,TOP,WIDTH,HEIGHT in pixels, such as 40,20,128,64",
         json="array",
     )
     mask_grow: int = flag(5, "pixels by which the white of the mask is grown", least=0, most=512)
     pad: Pad = flag(
         NONE,
         "pixels to add around the clip",
-        parse_pad,
+        parse_four,
         asks="inpaint",
         metavar="LEFT,TOP,RIGHT,BOTTOM",
+        expects="LEFT,TOP,RIGHT,BOTTOM in pixels, such as 128,0,128,0",
         json="array",
     )
 

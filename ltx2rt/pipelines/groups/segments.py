@@ -58,15 +58,10 @@ ONE_CLIP_S = 20  # a longer clip is made in segments
 
 
 def parse_numbers(text: str | int | Sequence[int]) -> tuple[int, ...]:
-    """Numbers of segments, from 1."""
-    try:
-        if isinstance(text, str):
-            return tuple(int(part) for part in text.split(",") if part.strip())
-        return tuple(map(index, text if isinstance(text, Sequence) else (text,)))
-    except (TypeError, ValueError):
-        raise InputError(
-            f"--cut: {str(text)[:80]!r}, expected numbers of segments such as 3 or 3,5"
-        ) from None
+    """Numbers of segments, from 1. Raises TypeError or ValueError."""
+    if isinstance(text, str):
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    return tuple(map(index, text if isinstance(text, Sequence) else (text,)))
 
 
 @dataclass(frozen=True)
@@ -79,15 +74,10 @@ class SegmentSeed:
 
 
 def parse_segment_seed(text: str | Sequence[int] | SegmentSeed) -> SegmentSeed:
-    """SEGMENT:SEED."""
+    """SEGMENT:SEED. Raises TypeError or ValueError, and InputError for a seed out of bounds."""
     if isinstance(text, SegmentSeed):
         return text
-    try:
-        number, seed = map(int, text.split(":")) if isinstance(text, str) else map(index, text)
-    except (TypeError, ValueError):
-        raise InputError(
-            f"--segment-seed: {str(text)[:80]!r}, expected SEGMENT:SEED such as 3:77"
-        ) from None
+    number, seed = map(int, text.split(":")) if isinstance(text, str) else map(index, text)
     if not 0 <= seed < SEED_LIMIT:
         raise InputError(f"--segment-seed: seed {str(seed)[:30]}, expected 0 or more, below 2^63")
     return SegmentSeed(number, seed)
@@ -127,10 +117,16 @@ class Segments(Group):
         group="sampling",
         name="--segment-seed",
         metavar="SEGMENT:SEED",
+        expects="SEGMENT:SEED such as 3:77",
         repeat=True,
     )
     cut: tuple[int, ...] = flag(
-        (), "segments that begin anew, such as 3,5", parse_numbers, metavar="LIST", json="array"
+        (),
+        "segments that begin anew, such as 3,5",
+        parse_numbers,
+        metavar="LIST",
+        expects="numbers of segments such as 3 or 3,5",
+        json="array",
     )
     colour_lock: float = flag(
         0.0, "how far segments keep the first one's colours, 0 to 1", least=0, most=1

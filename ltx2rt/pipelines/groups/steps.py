@@ -23,18 +23,11 @@ MAX_STEPS = 10_000
 
 
 def parse_interval(text: str | Sequence[float]) -> tuple[float, float]:
-    """Two numbers, or text with a space or a comma between them. Raises InputError."""
+    """Two numbers, or text with a space or a comma between them. Raises TypeError or ValueError."""
     parts = re.split(r"[\s,]+", text.strip()) if isinstance(text, str) else text
-    try:
-        start, stop = (float(part) for part in parts)
-        if not 0 <= start < stop <= 1:
-            raise ValueError
-    except (TypeError, ValueError):
-        given = text if isinstance(text, str) else " ".join(map(str, text))
-        raise InputError(
-            f"--guidance-interval: {given[:80]!r}, expected START STOP, two shares of the steps "
-            "with 0 <= START < STOP <= 1"
-        ) from None
+    start, stop = (float(part) for part in parts)
+    if not 0 <= start < stop <= 1:
+        raise ValueError
     return start, stop
 
 
@@ -131,6 +124,7 @@ class Interval(Group):
         parse_interval,
         group="guidance",
         metavar=("START", "STOP"),
+        expects="START STOP, two shares of the steps with 0 <= START < STOP <= 1",
         json="string",
     )
 
