@@ -1,7 +1,9 @@
 """Clips for training, and words of `ltx2rt train`."""
 
+import json
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -16,18 +18,12 @@ def write_clips(folder: Path, count: int = 3, sound: bool = True, frames: int = 
     rng = np.random.default_rng(3)
     for i in range(count):
         shown = rng.integers(0, 255, (frames, 64, 64, 3), np.uint8)
-        heard = (
-            rng.uniform(-0.1, 0.1, (2, RATE * frames // FPS)).astype(np.float32) if sound else None
-        )
+        heard: dict[str, Any] = {"num_frames": frames, "fps": Fraction(FPS)}
+        if sound:
+            waveform = rng.uniform(-0.1, 0.1, (2, RATE * frames // FPS)).astype(np.float32)
+            heard |= {"waveform": waveform, "sample_rate": RATE}
         path = folder / f"{i}.mp4"
-        write_mp4(
-            path,
-            [shown],
-            num_frames=frames,
-            fps=Fraction(FPS),
-            waveform=heard,
-            sample_rate=RATE if sound else 0,
-        )
+        write_mp4(path, [shown], **heard)
         path.with_suffix(".txt").write_text(f"clip number {i}")
     return folder
 
@@ -37,13 +33,13 @@ def run_train(model: Path, *words: object) -> int:
     return cli.main(["train", *map(str, (words[0], *where, *words[1:]))])
 
 
-def options(cache: Path, output: Path, **more: object) -> list[object]:
-    fixed = {
-        "data": cache,
-        "output": output,
-        "rank": 2,
-        "steps": 4,
-        "save-every": 2,
-        "lr": 1e-2,
-    } | more
-    return [word for name, value in fixed.items() for word in (f"--{name}", value)]
+def options(data: Path, output: Path, **more: object) -> list[object]:
+    """Words of a small `train run`."""
+    flags = {"data": data, "output": output, "rank": 2, "steps": 4, "save_every": 2, "lr": 1e-2}
+    named = {f"--{name.replace('_', '-')}": value for name, value in (flags | more).items()}
+    return [word for pair in named.items() for word in pair]
+
+
+def rows_of(run: Path) -> list[dict[str, Any]]:
+    """Metrics of every step."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -1,21 +1,20 @@
 """`train run` on several processes and devices is a run on one, also where it stops and goes on."""
 
-import json
 import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from ltx2rt.backend import MOMENTS
 from ltx2rt.testing import relative_l2
 from ltx2rt.train.state import read_state, states
 from tests.ranks.launches import Launch, by_hand, wait_for
+from tests.train_runs import options, rows_of
 from tests.virtual import xla_flags
 
-# float32, summed in another order: reached 8e-6. Adam divides by the second moment: one number whose
-# gradient is 1e-6 of the largest moves by 4e-4, and the parameters by 6e-5.
-CLOSE, MOVED = 2e-5, 2e-4
-STEPS = 3
+CLOSE = 2e-5  # float32, summed in another order: gradients of the first step reached 8e-7
+LR, STEPS = 1e-2, 3
 
 
 def words(backend: str, *more: object) -> list[str]:
@@ -26,13 +25,10 @@ def words(backend: str, *more: object) -> list[str]:
 @pytest.fixture(scope="module")
 def training(model, cache):
     """training(output, **flags) -> the words behind `train run`."""
-    fixed = {"model": model, "data": cache, "rank": 2, "lr": 1e-2, "steps": STEPS}
 
-    def made(output: Path, **flags: object) -> list[object]:
-        named = fixed | {"output": output} | flags
-        return [
-            word for name, value in named.items() for word in (f"--{name.replace('_', '-')}", value)
-        ]
+    def made(output: Path, data: Path = cache, **flags: object) -> list[object]:
+        more = {"model": model, "steps": STEPS, "save_every": 1, "keep": STEPS, "lr": LR}
+        return options(data, output, **more | flags)
 
     return made
 
@@ -51,22 +47,21 @@ def alone(training, tmp_path_factory) -> Path:
 
 
 def agree(found: Path, expected: Path) -> None:
-    """Losses of all steps, and parameters and moments after the last."""
-    rows = [
-        [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        for run in (found, expected)
-    ]
-    assert [row["samples"] for row in rows[0]] == [row["samples"] for row in rows[1]]
+    """Losses of all steps, gradients of the first, by its moments, and where the last has ended."""
+    ours, theirs = rows_of(found), rows_of(expected)
+    assert [row["samples"] for row in ours] == [row["samples"] for row in theirs]
     for name in ("video_loss", "audio_loss", "grad_norm"):
-        ours, theirs = ([row[name] for row in each] for each in rows)
-        assert ours == pytest.approx(theirs, rel=CLOSE)
-    ours, theirs = (read_state(states(run)[-1])[1] for run in (found, expected))
-    for kind, arrays in theirs.items():
-        whole = [
-            np.concatenate([x[name].ravel() for name in sorted(arrays)])
-            for x in (ours[kind], arrays)
-        ]
-        assert relative_l2(*whole) <= (MOVED if kind == "parameters" else CLOSE), kind
+        assert [x[name] for x in ours] == pytest.approx([x[name] for x in theirs], rel=CLOSE)
+    arrays = [[read_state(path)[1] for path in states(run)] for run in (found, expected)]
+    for kind in MOMENTS:
+        first = [np.concatenate([x.ravel() for x in run[0][kind].values()]) for run in arrays]
+        assert relative_l2(*first) <= CLOSE, kind
+    # AdamW divides a gradient by its size plus 1e-8. Where it is itself 1e-8, once in 26,112
+    # numbers, rounding decides where the number goes, by LR at most; two batches of one on one
+    # device move it like two devices. A wrong gradient of one matrix moves hundreds by LR.
+    last = [run[-1]["parameters"] for run in arrays]
+    moved = [np.square(x - last[1][name]).sum() for name, x in last[0].items()]
+    assert np.sqrt(sum(moved)) <= LR
 
 
 @pytest.mark.long
@@ -80,7 +75,6 @@ def test_processes_of_pytorch_are_one_device(training, alone, tmp_path, flags, b
     output = tmp_path / "run"
     out = ended(Launch(words("cuda", *training(output, batch=batch, **flags))))
     assert out.split() == [str(output / f"lora-{STEPS:06d}.safetensors")]  # written and said once
-    assert [path.name for path in states(output)] == [f"{STEPS:06d}"]
     agree(output, alone)
 
 
@@ -106,16 +100,15 @@ def test_a_run_goes_on_with_its_samples_shared_out_otherwise(training, alone, tm
     status, _, (line,) = launch.end()
     assert status == 2 and "was begun with 2; choose --batch, --accumulate" in line
     ended(Launch(words("cuda", *training(output, accumulate=2, schedule="linear"))))
-    assert [path.name for path in states(output)] == ["000001", f"{STEPS:06d}"]
-    lines = (output / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == list(range(STEPS))
+    assert [int(path.name) for path in states(output)] == [1, 2, STEPS]
+    assert [row["step"] for row in rows_of(output)] == list(range(STEPS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
 def test_processes_that_are_asked_to_end_finish_the_step(training, tmp_path, number):
     output = tmp_path / "run"
-    launch = Launch(words("cuda", *training(output, num_gpus=2, steps=10_000)))
+    launch = Launch(words("cuda", *training(output, num_gpus=2, steps=10_000, save_every=10_000)))
     metrics = output / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 2)
     launch.process.send_signal(number)

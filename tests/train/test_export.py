@@ -14,47 +14,35 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.names import to_official
 from tests.reference import draw, module_of, ours, reference
-from tests.train_runs import options, run_train
 
 CLOSE = 2e-5  # float32; adapters are merged here, and beside the weights there; reached: 5e-6
 
 
 @pytest.fixture(scope="module")
-def run(model, cache, tmp_path_factory) -> Path:
+def run(train, tmp_path_factory) -> Path:
     """All groups, and a factor that is not 1, which no key of the file says."""
     output = tmp_path_factory.mktemp("export") / "run"
     groups = ("video-attn", "audio-attn", "cross", "video-ff", "audio-ff")
-    words = [*options(cache, output, steps=2, alpha=3), "--targets", *groups]
-    assert run_train(model, "run", *words) == 0
+    train(output, "--targets", *groups, steps=2, alpha=3)
     return output
-
-
-@pytest.fixture(scope="module")
-def exported(run, tmp_path_factory) -> Path:
-    """In float32."""
-    path = tmp_path_factory.mktemp("export") / "lora.safetensors"
-    words = ("train", "export", run, "--output", path, "--dtype", "float32")
-    assert cli.main([*map(str, words)]) == 0
-    return path
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
-def test_diffusers_gives_the_same_velocities(model, run, exported, kind):
-    path = exported if kind == "float32" else run / "lora-000002.safetensors"
+def test_diffusers_gives_the_same_velocities(model, run, tmp_path, kind):
+    path = run / "lora-000002.safetensors"
+    if kind == "float32":
+        path = tmp_path / "lora.safetensors"
+        words = ("train", "export", run, "--output", path, "--dtype", kind)
+        assert cli.main([*map(str, words)]) == 0
     checkpoint = open_checkpoint(model)
     source, config = checkpoint.source("transformer"), checkpoint.config.transformer
     params = {name: source.read(name).astype(np.float32) for name in source.names()}
     module, feeds = module_of(config), draw(config)
     named = {name: to_official("transformer", name) for name in module.state_dict()}
     module.load_state_dict({name: torch.tensor(params[named[name]]) for name in named})
-    plain = reference(module, feeds)
-    assert (
-        relative_l2(
-            ours("cuda", config, feeds, params=params)["video_velocity"], plain["video_velocity"]
-        )
-        < CLOSE
-    )
+    plain, own = reference(module, feeds), ours("cuda", config, feeds, params=params)
+    assert relative_l2(own["video_velocity"], plain["video_velocity"]) < CLOSE
 
     found = LTX2LoraLoaderMixin.lora_state_dict(str(path))
     LTX2LoraLoaderMixin.load_lora_into_transformer(found, module, adapter_name="trained")

@@ -26,42 +26,45 @@ from ltx2rt.train.run import start
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import open_lora, reference_factors
 from ltx2rt.weights.names import to_official
+from tests.conftest import assert_same
 from tests.reference import module_of, reference
-from tests.train.test_flags import rows_of
 from tests.train.test_run import session_of
-from tests.train_runs import FPS, RATE, options, run_train, write_clips
+from tests.train_runs import FPS, RATE, rows_of, write_clips
 
 
 @pytest.fixture(scope="module")
-def referenced(model, tmp_path_factory):
+def referenced(prepare, tmp_path_factory):
     """Clips without sound, with references of half the size and masks of the right half."""
     folder = tmp_path_factory.mktemp("referenced")
-    clips = write_clips(folder / "clips", 2, sound=False)
-    mask = np.zeros((9, 64, 64, 3), np.uint8)
+    clips, mask = write_clips(folder / "clips", 2, sound=False), np.zeros((9, 64, 64, 3), np.uint8)
     mask[:, :, 32:] = 255
     for i in range(2):
         shutil.copy(clips / f"{i}.mp4", clips / f"{i}.reference.mp4")
         write_mp4(clips / f"{i}.mask.mp4", [mask], num_frames=9, fps=Fraction(24))
-    words = (
-        "prepare",
-        clips,
-        "--output",
-        folder / "cache",
-        *"--buckets 64x64x9 --trigger zorp".split(),
-    )
-    assert run_train(model, *words, "--reference-downscale", 2) == 0
+    prepare(clips, folder / "cache", "--trigger", "zorp", "--reference-downscale", 2)
     return folder / "cache"
 
 
-def request(cache, **more):
-    return TrainRequest(data=(Data(cache),), output=cache.parent / "none", rank=2, **more)
+@pytest.fixture(scope="module")
+def begun(model):
+    """begun(cache, **flags) -> a run that is not trained."""
+    with closing(session_of(model)) as session:
+
+        def made(cache, **flags):
+            fixed = {"data": (Data(cache),), "output": cache / "none", "rank": 2, "dry_run": True}
+            return start(session, TrainRequest(**fixed | flags))
+
+        yield made
 
 
-def test_reference_tokens_are_given_and_follow_those_of_the_clip(model, referenced):
-    run = start(
-        session_of(model), request(referenced, mode="ic-lora", first_frame=0.0, dry_run=True)
-    )
-    x = run.feeder.feeds(run.samples.drawn(0, 0))
+def first(run):
+    """The first inputs of a run."""
+    return run.feeder.feeds(run.samples.drawn(0, 0))
+
+
+def test_reference_tokens_are_given_and_follow_those_of_the_clip(begun, referenced):
+    run = begun(referenced, mode="ic-lora", first_frame=0.0)
+    x = first(run)
     assert x["video_clean"].shape == (1, 8 + 2, 128)
     assert x["video_noised"].tolist() == [[1] * 8 + [0] * 2]
     g, (own, *scales) = run.step.geometry, run.step.reference
@@ -69,116 +72,81 @@ def test_reference_tokens_are_given_and_follow_those_of_the_clip(model, referenc
     positions = np.concatenate([video_positions(g), video_positions(own, 2)], axis=1)
     for name, table in position_feeds(run.session.config.transformer, positions, None).items():
         np.testing.assert_array_equal(x[name], table)
-    half = start(
-        session_of(model), request(referenced, mode="ic-lora", reference=0.5, dry_run=True)
-    )
+    half = begun(referenced, mode="ic-lora", reference=0.5)
     sizes = [half.feeder.feeds(half.samples.drawn(i, 0))["video_clean"].shape[1] for i in range(30)]
     assert set(sizes) == {8, 10} and 8 < sizes.count(8) < 22
 
 
-def test_given_tokens_count_for_the_noise_level(model, cache):
+def test_given_tokens_count_for_the_noise_level(begun, cache):
     """The official sampler sees the whole target: 8 tokens of picture, of which 4 are given."""
-    more = {"prefix": (1, 1.0), "mode": "extend", "targets": ("video-attn",)}
-    run = start(session_of(model), request(cache, dry_run=True, **more))
-    ((item, stream),) = run.samples.drawn(0, 0)
-    x = run.feeder.feeds([(item, stream)])
-    assert x["video_noised"].sum() == 4
-    assert x["video_sigma"] == np.float32(sigma(8, run.request.seed, f"{stream}.video"))
-    sounds = x["audio_noised"].size
-    assert 0 < x["audio_noised"].sum() < sounds
-    assert x["audio_sigma"] == np.float32(sigma(sounds, run.request.seed, f"{stream}.audio"))
+    run = begun(cache, prefix=(1, 1.0), mode="extend", targets=("video-attn",))
+    x, sounds = first(run), first(run)["audio_noised"].size
+    assert x["video_noised"].sum() == 4 and 0 < x["audio_noised"].sum() < sounds
+    for name, tokens in (("video", 8), ("audio", sounds)):
+        level = sigma(tokens, run.request.seed, f"train.0.0.{name}")
+        assert x[f"{name}_sigma"] == np.float32(level)
 
 
-def test_what_masks_and_rectangles_leave_is_generated(model, referenced):
-    run = start(session_of(model), request(referenced, mode="inpaint", dry_run=True))
-    assert run.feeder.feeds(run.samples.drawn(0, 0))["video_noised"].tolist() == [[1, 0] * 4]
+def test_what_masks_and_rectangles_leave_is_generated(begun, referenced):
+    masked = begun(referenced, mode="inpaint")
+    assert first(masked)["video_noised"].tolist() == [[1, 0] * 4]
     more = {"crop": (0, 0, 32, 64, 1.0), "targets": ("video-attn",)}
-    run = start(session_of(model), request(referenced, mode="outpaint", dry_run=True, **more))
-    assert run.feeder.feeds(run.samples.drawn(0, 0))["video_noised"].tolist() == [[0, 0, 1, 1] * 2]
+    cropped = begun(referenced, mode="outpaint", **more)
+    assert first(cropped)["video_noised"].tolist() == [[0, 0, 1, 1] * 2]
 
 
 @pytest.mark.long
-def test_an_ic_lora_in_all_formats_and_in_generate(model, referenced, tmp_path, capsys):
-    output = tmp_path / "run"
-    prompts = tmp_path / "prompts.jsonl"
-    reference = str(referenced.parent / "clips" / "0.reference.mp4")
-    prompts.write_text(json.dumps({"prompt": "a clip", "reference": reference}))
-    words = options(referenced, output, mode="ic-lora", steps=2, reference=0.5, validation=prompts)
-    assert run_train(model, "run", *words) == 0
-    clip = output / "validation" / "000002" / "00.mp4"
-    info = video_info(clip, "clip")
+def test_an_ic_lora_in_all_formats_and_in_generate(model, referenced, train, tmp_path):
+    output, prompts = tmp_path / "run", tmp_path / "prompts.jsonl"
+    prompt = {"prompt": "a", "reference": str(referenced.parent / "clips" / "0.reference.mp4")}
+    prompts.write_text(json.dumps(prompt))
+    more = {"mode": "ic-lora", "steps": 2, "reference": 0.5, "validation": prompts}
+    train(output, data=referenced, **more)
+    info = video_info(output / "validation" / "000002" / "00.mp4", "clip")
     assert (info.width, info.height, info.num_frames) == (64, 64, 9)
     assert all(row["video_loss"] > 0 for row in rows_of(output))
-    lora = output / "lora-000002.safetensors"
+    lora, changes = output / "lora-000002.safetensors", []
     assert reference_factors([lora]) == (2, 1)
     metadata = TensorFile(lora).metadata
     assert metadata["reference_spatial_scale_factor"] == "2"
     assert metadata["model_version"].startswith("2.3")
     assert json.loads(metadata["ltx2rt"])["trigger"] == "zorp"
-    changes = {}
+    with ltx2rt.open(model, backend="cuda", device="cpu", lora=[lora]) as session:
+        size = {"width": 64, "height": 64, "num_frames": 9}
+        asked = make_request("one-stage", prompt="x", seed=0, **size)
+        plan = make_plan(session.resident, asked)
+        (line,) = [x for x in plan.merge_lines() if "trained by" in x]
+        assert "begin the prompt with 'zorp'" in line
+        names = set(session.resident.checkpoint.source("transformer").names())
     for format in ("official", "diffusers", "kohya"):
         path = tmp_path / f"{format}.safetensors"
         words = ("export", output, "--output", path, "--format", format, "--dtype", "float32")
         assert cli.main(["train", *map(str, words)]) == 0
         found = open_lora(path)
         assert not found.unknown
-        source = session_of(model).checkpoint.source("transformer")
-        changes[format] = {
-            name: (change.factors(found.file, ()).terms, change.scale)
-            for name, change in found.on(source.names()).items()
-        }
-    for format in ("diffusers", "kohya"):
-        assert changes[format].keys() == changes["official"].keys()
-        for name, (terms, scale) in changes[format].items():
-            assert scale == 1
-            for a, b in zip(terms[0], changes["official"][name][0][0], strict=True):
-                np.testing.assert_array_equal(a, b)
-    line = refused_export(capsys, output, tmp_path)
-    assert "kept no average" in line
-    with ltx2rt.open(model, backend="cuda", device="cpu", lora=[lora]) as session:
-        plan = make_plan(
-            session.resident,
-            make_request("one-stage", prompt="x", seed=0, width=64, height=64, num_frames=9),
-        )
-        (line,) = [x for x in plan.merge_lines() if "trained by" in x]
-        assert "begin the prompt with 'zorp'" in line
-
-
-def refused_export(capsys, output, folder):
-    capsys.readouterr()
-    words = ("export", output, "--output", folder / "ema.safetensors", "--ema")
-    assert cli.main(["train", *map(str, words)]) == 2
-    return capsys.readouterr().err
+        own = {name: change.factors(found.file, ()) for name, change in found.on(names).items()}
+        assert {scale for _, scale in own.values()} == {1}
+        halves = {n: terms[0] for n, (terms, _) in own.items()}
+        changes.append({(n, i): half for n, each in halves.items() for i, half in enumerate(each)})
+    for other in changes[1:]:
+        assert_same(other, changes[0])
 
 
 def test_training_in_python(model, cache, tmp_path):
-    seen = []
-    flags = {
-        "rank": 2,
-        "steps": 3,
-        "mode": "extend",
-        "targets": ["video-attn", "audio-attn"],
-        "ema": 0.9,
-    }
-    path = ltx2rt.train(
-        model,
-        data=cache,
-        output=tmp_path / "run",
-        backend="cuda",
-        device="cpu",
-        on_progress=seen.append,
-        **flags,
-    )
-    assert path == tmp_path / "run" / "lora-000003.safetensors" and path.is_file()
-    assert [(p.step, p.of) for p in seen] == [(1, 3), (2, 3), (3, 3)] and seen[-1].eta_s == 0
+    seen, run = [], tmp_path / "run"
+    flags = {"rank": 2, "steps": 2, "mode": "extend", "targets": ["video-attn", "audio-attn"]}
+    flags |= {"ema": 0.9, "backend": "cuda", "device": "cpu", "on_progress": seen.append}
+    path = ltx2rt.train(model, data=cache, output=run, **flags)
+    assert path == run / "lora-000002.safetensors" and path.is_file()
+    assert [(p.step, p.of) for p in seen] == [(1, 2), (2, 2)] and seen[-1].eta_s == 0
     with pytest.raises(ltx2rt.InputError, match="--rank: 0"):
-        ltx2rt.train(model, data=cache, output=tmp_path / "run", backend="cuda", rank=0)
-    words = ("export", tmp_path / "run", "--output", tmp_path / "ema.safetensors", "--ema")
+        ltx2rt.train(model, data=cache, output=run, backend="cuda", rank=0)
+    words = ("export", run, "--output", tmp_path / "ema.safetensors", "--ema")
     assert cli.main(["train", *map(str, words)]) == 0
 
 
 @pytest.fixture(scope="module")
-def heard(model, tmp_path_factory):
+def heard(prepare, tmp_path_factory):
     """Two clips with sound, each with a reference of both, and a sound that is loud where given."""
     folder = tmp_path_factory.mktemp("heard")
     clips, rng = write_clips(folder / "clips", 2), np.random.default_rng(4)
@@ -188,8 +156,7 @@ def heard(model, tmp_path_factory):
         write_wav(clips / f"{i}.reference.wav", other, RATE)
         given = np.where(np.arange(other.shape[1]) < other.shape[1] // 2, 0.9, 0.0)
         write_wav(clips / f"{i}.mask.wav", np.stack([given, given]).astype(np.float32), RATE)
-    words = ("prepare", clips, "--output", folder / "cache", "--buckets", "64x64x9")
-    assert run_train(model, *words) == 0
+    prepare(clips, folder / "cache")
     return folder / "cache"
 
 
@@ -200,7 +167,8 @@ def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mo
     clip's, have its times, level 0 and no loss."""
     options = ModelOptions(backend, model, device="cpu", dtype="float32")
     with closing(open_session(options)) as session:
-        run = start(session, request(heard, mode=mode, dry_run=True))
+        fixed = {"data": (Data(heard),), "output": heard / "none", "rank": 2, "dry_run": True}
+        run = start(session, TrainRequest(mode=mode, **fixed))
         x = run.feeder.feeds(run.samples.drawn(3, 0))
         found = run.trainer().losses(x)
         config, source = session.config.transformer, session.checkpoint.source("transformer")
@@ -217,9 +185,8 @@ def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mo
     for name in ("video", "audio"):
         count = feeds[f"{name}_positions"].shape[2]
         channels = config.video_channels if name == "video" else config.audio_channels
-        clean, noise = (
-            x.get(f"{name}_{k}", np.zeros((1, count, channels))) for k in ("clean", "noise")
-        )
+        zero = np.zeros((1, count, channels))
+        clean, noise = (x.get(f"{name}_{kind}", zero) for kind in ("clean", "noise"))
         noised = x.get(f"{name}_noised", np.zeros((1, count)))
         sigma_ = np.float64(x.get(f"{name}_sigma", np.zeros(1)))
         level = noised * sigma_[:, None]
@@ -230,35 +197,27 @@ def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mo
     more = {} if "video" in streams else {"isolate_modalities": True}
     v = reference(module, feeds, "C", **more)
     for name in streams:
-        off = np.square(
-            v[f"{name}_velocity"] - (np.float64(x[f"{name}_noise"]) - x[f"{name}_clean"])
-        )
-        noised = x[f"{name}_noised"][0] == 1
+        aim = np.float64(x[f"{name}_noise"]) - x[f"{name}_clean"]
+        off, noised = np.square(v[f"{name}_velocity"] - aim)[0], x[f"{name}_noised"][0] == 1
         assert noised.sum() == (n if name == "audio" else g.num_video_tokens)
         assert noised.size == 2 * noised.sum() and not noised[noised.size // 2 :].any()
-        expected = off[0][noised].mean()
-        assert found[f"{name}_loss"][0] == pytest.approx(expected, rel=1e-5)  # float32
+        assert found[f"{name}_loss"][0] == pytest.approx(off[noised].mean(), rel=1e-5)  # float32
 
 
-def test_given_parts_of_a_sound_without_a_picture(model, heard):
-    tokens = {}
-    for more in ({"prefix": (3, 1.0)}, {"suffix": (2, 1.0)}, {"mask": 1.0}, {"prefix": (99, 1.0)}):
-        r = request(heard, mode="t2a", targets=("audio-attn",), dry_run=True, **more)
-        try:
-            run = start(session_of(model), r)
-        except ltx2rt.InputError as error:
-            assert "--prefix: 99 latent frames, the clips have 9" in str(error)
-            continue
-        x = run.feeder.feeds(run.samples.drawn(0, 0))
+def test_given_parts_of_a_sound_without_a_picture(begun, heard):
+    more = {"mode": "t2a", "targets": ("audio-attn",)}
+    for flags, expected in (
+        ({"prefix": (3, 1.0)}, [[0] * 3 + [1] * 6]),
+        ({"suffix": (2, 1.0)}, [[1] * 7 + [0] * 2]),
+        ({"mask": 1.0}, [[0] * 4 + [1] * 5, [0] * 5 + [1] * 4]),
+    ):
+        x = first(begun(heard, **more, **flags))
         assert x["audio_sigma"][0] == np.float32(sigma(9, 42, "train.0.0.audio"))
-        tokens[next(iter(more))] = x["audio_noised"][0].tolist()
-    assert tokens == {
-        "prefix": [0] * 3 + [1] * 6,
-        "suffix": [1] * 7 + [0] * 2,
-        "mask": [0] * 5 + [1] * 4 if tokens["mask"][4] == 0 else [0] * 4 + [1] * 5,
-    }
+        assert x["audio_noised"][0].tolist() in expected
+    with pytest.raises(ltx2rt.InputError, match="--prefix: 99 latent frames, the clips have 9"):
+        begun(heard, **more, prefix=(99, 1.0))
 
 
-def test_a_mode_without_its_reference_is_refused(model, cache):
+def test_a_mode_without_its_reference_is_refused(begun, cache):
     with pytest.raises(ltx2rt.InputError, match=r"--reference: 3 of 3 .* put NAME\.reference\.wav"):
-        start(session_of(model), request(cache, mode="a2a"))
+        begun(cache, mode="a2a")

@@ -25,6 +25,7 @@ from tests.train_runs import run_train, write_clips
 
 CLOSE = 2**-7  # contexts are kept in bfloat16, and the features went through float32 once more
 TOKENS = 256  # what some of these files are long; the model pads to 1024
+GRID = dict.fromkeys(("num_frames", "height", "width"), 2)
 REPORT = "samples", "with_sound", "encoded_clips", "encoded_captions"
 
 
@@ -54,23 +55,19 @@ def features(session, caption):
 
 
 @pytest.fixture(scope="module")
-def clips(model, tmp_path_factory):
-    """Three clips with sound, references of half the size and masks, and their cache."""
-    folder = tmp_path_factory.mktemp("precomputed")
-    write_clips(folder / "clips")
-    shown = np.zeros((9, 64, 64, 3), np.uint8)
+def clips(prepare, tmp_path_factory):
+    """Two clips with sound, references of half the size and masks, and their cache."""
+    folder, shown = tmp_path_factory.mktemp("precomputed"), np.zeros((9, 64, 64, 3), np.uint8)
+    write_clips(folder / "clips", 2)
     shown[:, :, 32:] = 255
-    for i in range(3):
-        for kind in ("reference", "mask"):
-            path = folder / "clips" / f"{i}.{kind}.mp4"
-            write_mp4(path, [shown], num_frames=9, fps=Fraction(24))
-    words = ("prepare", folder / "clips", "--output", folder / "cache", "--buckets", "64x64x9")
-    assert run_train(model, *words, "--reference-downscale", 2) == 0
+    for name in (f"{i}.{kind}.mp4" for i in range(2) for kind in ("reference", "mask")):
+        write_mp4(folder / "clips" / name, [shown], num_frames=9, fps=Fraction(24))
+    prepare(folder / "clips", folder / "cache", "--reference-downscale", 2)
     return folder
 
 
 @pytest.mark.parametrize("old", [False, True])
-def test_it_gives_what_prepare_makes_of_the_clips(model, clips, tmp_path, capsys, old):
+def test_it_gives_what_prepare_makes_of_the_clips(model, clips, train, tmp_path, capsys, old):
     """In subfolders; old: the first layout, of tokens in place of a grid."""
     session = session_of(model)
     data = tmp_path / "data" / ".precomputed"
@@ -80,8 +77,8 @@ def test_it_gives_what_prepare_makes_of_the_clips(model, clips, tmp_path, capsys
         tensors = {kind: torch.from_numpy(x) for kind, x in made.items()}
         video = {"latents": tensors["video"].bfloat16(), "fps": 24.0}
         if old:
-            grid = dict(zip(("num_frames", "height", "width"), (2, 2, 2), strict=True))
-            video = {"latents": tensors["video"].flatten(1).T, "fps": 24, **grid}
+            video = {"latents": tensors["video"].flatten(1).T, "fps": 24}
+            video |= GRID
         files = {
             "latents": video,
             "conditions": features(session, row["caption"]),
@@ -95,68 +92,64 @@ def test_it_gives_what_prepare_makes_of_the_clips(model, clips, tmp_path, capsys
             path = data / kind / "a" / f"{main}{name.removesuffix('.mp4')}.pt"
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.save(saved, path)
-    words = ("prepare", tmp_path / "data", "--output", tmp_path / "cache", "--json")
-    assert run_train(model, *words, "--reference-downscale", 2) == 0
+    mine = tmp_path / "cache"
+    words = ("prepare", tmp_path / "data", "--output", mine, "--json", "--reference-downscale", 2)
+    assert run_train(model, *words) == 0
     report = json.loads(capsys.readouterr().out)
-    assert [report[name] for name in REPORT] == [3, 3, 3, 4]  # and the empty caption
+    assert [report[name] for name in REPORT] == [2, 2, 2, 3]  # and the empty caption
     ended = subprocess.Popen("true")
     ended.wait()
-    left = tmp_path / "cache" / f".manifest.jsonl.{ended.pid}.partial"
+    left = mine / f".manifest.jsonl.{ended.pid}.partial"
     left.touch()
-    assert run_train(model, *words, "--reference-downscale", 2) == 0
+    assert run_train(model, *words) == 0
     assert json.loads(capsys.readouterr().out)["encoded_clips"] == 0 and not left.exists()
-    for row in samples_of(tmp_path / "cache"):
+    for row in samples_of(mine):
         name = row["name"].removeprefix("a/").removeprefix("latent_")
         other = theirs[f"{name}.mp4"]
         same = ("bucket", "fps", "streams", "reference")
         assert [sorted(row[k]) for k in same] == [sorted(other[k]) for k in same]
-        pairs = [
-            [read_arrays(place(cache, r[key])) for cache, r in found]
-            for place, key in ((sample_path, "sample"), (context_path, "context"))
-            for found in [((tmp_path / "cache", row), (clips / "cache", other))]
-        ]
-        (mine, own), (contexts, expected) = pairs
-        for kind, x in own.items():
+        found = read_arrays(sample_path(mine, row["sample"]))
+        for kind, x in read_arrays(sample_path(clips / "cache", other["sample"])).items():
             exact = kind != "video" or old
             want = x if exact else torch.from_numpy(x).bfloat16().float().numpy()
-            np.testing.assert_array_equal(mine[kind], want)
-        for kind, x in expected.items():
-            assert np.abs(contexts[kind] - x).max() <= CLOSE * np.abs(x).max()
-    words = ("run", "--data", tmp_path / "cache", "--output", tmp_path / "run", "--mode", "ic-lora")
-    assert run_train(model, *words, "--steps", 1, "--rank", 2) == 0
+            np.testing.assert_array_equal(found[kind], want)
+        found = read_arrays(context_path(mine, row["context"]))
+        for kind, x in read_arrays(context_path(clips / "cache", other["context"])).items():
+            assert np.abs(found[kind] - x).max() <= CLOSE * np.abs(x).max()
+    train(tmp_path / "run", data=mine, mode="ic-lora", steps=1)
 
 
-def test_what_is_refused(model, tmp_path, capsys):
+def test_what_is_refused(refused, tmp_path):
     def prepare(*more):
-        words = ("prepare", tmp_path, "--output", tmp_path / "cache", *more)
-        assert run_train(model, *words) == 2
+        line = refused("prepare", tmp_path, "--output", tmp_path / "cache", *more)
         assert not (tmp_path / "cache").exists()
-        return capsys.readouterr().err
+        return line
 
     for kind in ("latents", "conditions"):
         (tmp_path / ".precomputed" / kind).mkdir(parents=True)
     at, text = (tmp_path / ".precomputed" / kind / "0.pt" for kind in ("latents", "conditions"))
+    grid = torch.zeros(128, 2, 2, 2)
     assert "no .pt files were found" in prepare()
-    torch.save({"latents": torch.zeros(128, 2, 2, 2)}, at)
+    torch.save({"latents": grid}, at)
     assert "conditions/0.pt does not exist; compute the captions' features" in prepare()
     embeds = torch.zeros(256, 7)
     torch.save({"prompt_embeds": embeds, "prompt_attention_mask": torch.ones(256)}, text)
     assert "they are of another model" in prepare()
-    assert "--fps: " in prepare("--fps", 12) and "is encoded already" in prepare("--fps", 12)
-    torch.save({"latents": torch.zeros(16, 2, 2, 2)}, at)
-    assert "latents of shape (16, 2, 2, 2), expected (128, frames, rows, columns)" in prepare()
-    torch.save({"latents": torch.zeros(9, 128), "num_frames": 2, "height": 2, "width": 2}, at)
-    assert "9 tokens, not 2 x 2 x 2" in prepare()
-    for rate in (float("nan"), float("inf"), -1, 0, "24", None, torch.zeros(2)):
-        torch.save({"latents": torch.zeros(128, 2, 2, 2), "fps": rate}, at)
-        assert "fps: " in prepare()
-    for wrong in (torch.full((128, 2, 2, 2), float("nan")), torch.zeros(128, 0, 2, 2)):
-        torch.save({"latents": wrong}, at)
-        assert "latents is empty, or not a number everywhere" in prepare()
-    torch.save([1], at)
-    assert "holds a list, expected a dictionary" in prepare()
-    torch.save({"other": 1}, at)
-    assert "no tensor latents; it has other" in prepare()
+    assert "--fps: " in (line := prepare("--fps", 12)) and "is encoded already" in line
+    rates = (float("nan"), float("inf"), -1, 0, "24", None, torch.zeros(2))
+    empty = "latents is empty, or not a number everywhere"
+    shape = "latents of shape (16, 2, 2, 2), expected (128, frames, rows, columns)"
+    for saved, said in (
+        ({"latents": grid[:16]}, shape),
+        ({"latents": torch.zeros(9, 128), **GRID}, "9 tokens, not 2 x 2 x 2"),
+        *(({"latents": grid, "fps": rate}, "fps: ") for rate in rates),
+        ({"latents": torch.full_like(grid, float("nan"))}, empty),
+        ({"latents": grid[:, :0]}, empty),
+        ([1], "holds a list, expected a dictionary"),
+        ({"other": 1}, "no tensor latents; it has other"),
+    ):
+        torch.save(saved, at)
+        assert said in prepare()
     at.write_bytes(b"\x00" * 1000)
     assert "cannot be read (BadZipFile" in prepare()
 
@@ -169,8 +162,7 @@ class Harmful:
 def repeated(count):
     """A pickle whose tensor has `count` numbers, all of them the first of a storage of 16."""
     return (
-        b"\x80\x02}X\x07\x00\x00\x00latentsctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storage"
-        b"ctorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x10tQK\x00(\x8a\x08"
+        b"\x80\x02}X\x07\x00\x00\x00latentsctorch._utils\n_rebuild_tensor_v2\n((X\x07\x00\x00\x00storagectorch\nFloatStorage\nX\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x10tQK\x00(\x8a\x08"
         + struct.pack("<q", count)
         + b"t(K\x00t\x89ccollections\nOrderedDict\n)RtRs."
     )

@@ -46,11 +46,33 @@ def pieces(model):
         yield made
 
 
+@pytest.fixture
+def reported(model, capsys):
+    """reported(clips, cache, *words) -> the report of `train prepare --json`."""
+
+    def run(clips, cache, *words):
+        capsys.readouterr()
+        assert run_train(model, "prepare", clips, "--output", cache, "--json", *words) == 0
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
 def write_clip(path, frames: int, width: int = 64, height: int = 64):
     shown = np.zeros((frames, height, width, 3), np.uint8)
     shown += (np.arange(frames) * 6).astype(np.uint8)[:, None, None, None]
     write_mp4(path, [shown], num_frames=frames, fps=Fraction(24))
     return CaptionedClip(path.name, "a clip", video=path)
+
+
+def piece_of(path, frames, place=(0.5, 0.5)):
+    size = type("Geometry", (), {"size_px": (64, 64)})()
+    return Piece(path, size, None, frames=frames, place=place)  # pyright: ignore
+
+
+def rows_of(cache):
+    lines = (cache / "manifest.jsonl").read_text().splitlines()[1:]
+    return [json.loads(line) for line in lines]
 
 
 def test_pieces_of_a_longer_clip(pieces, tmp_path):
@@ -72,8 +94,7 @@ def test_what_is_cropped_and_what_is_too_small(pieces, tmp_path):
     jobs = {crop: pieces(clip, crop=crop)[0][0] for crop in ("centre", "random")}
     assert jobs["centre"].place == (0.5, 0.5) != jobs["random"].place
     assert jobs["random"] == pieces(clip, crop="random")[0][0]
-    geometry = type("Geometry", (), {"size_px": (64, 64)})()
-    piece = Piece(clip.video, geometry, None, frames=(2,), place=(1.0, 0.0))  # pyright: ignore
+    piece = piece_of(clip.video, (2,), (1.0, 0.0))
     (found,) = piece.pictures()
     frame = list(read_frames(clip.video, "clip", 3))[2]
     np.testing.assert_array_equal(found, frame)
@@ -95,11 +116,8 @@ def test_references_and_masks_beside_a_clip(pieces, tmp_path):
     (clip,), faults = read_clips(tmp_path)
     assert not faults
     assert clip.reference == tmp_path / "a.reference.mp4" and clip.mask == tmp_path / "a.mask.mp4"
-    flags = {
-        "buckets": (Bucket(128, 128, 17),),
-        "reference_downscale": 2,
-        "reference_temporal_scale": 2,
-    }
+    flags = {"buckets": (Bucket(128, 128, 17),)}
+    flags |= {"reference_downscale": 2, "reference_temporal_scale": 2}
     (job,), _ = pieces(clip, **flags)
     assert job.reference == Bucket(64, 64, 9)
     write_clip(tmp_path / "a.reference.mp4", 17, 64, 32)
@@ -110,80 +128,50 @@ def test_references_and_masks_beside_a_clip(pieces, tmp_path):
         request(buckets=(Bucket(96, 64, 9),), reference_downscale=2).check()
 
 
-def test_one_of_ten_is_held_out(pieces, tmp_path):
-    clip = write_clip(tmp_path / "a.mp4", 96)
-    jobs, _ = pieces(clip, clips="all")
-    assert len(jobs) == 10
-    names = [job.name for job in jobs]
+def test_one_of_ten_is_held_out():
+    names = [f"a.mp4#{i}" for i in range(10)]
     assert len(_held_out(names, 0.05)) == 1 == len(_held_out(names[:9], 0.1))
     assert not _held_out(names[:9], 0.05) and not _held_out(names, 0.0)
 
 
-def test_columns_lengths_of_sound_and_bad_clips(model, tmp_path, capsys):
+def test_columns_lengths_of_sound_and_bad_clips(reported, refused, tmp_path):
     sound = np.random.default_rng(0).uniform(-0.1, 0.1, (2, RATE)).astype(np.float32)
-    rows = []
-    for name, part in (("a", sound), ("b", sound[:, : RATE * 3 // 4]), ("short", sound[:, :1000])):
-        write_wav(tmp_path / f"{name}.wav", part, RATE)
+    rows, table, cache = [], tmp_path / "clips.json", tmp_path / "cache"
+    for name, length in (("a", RATE), ("b", RATE * 3 // 4), ("short", 1000)):
+        write_wav(tmp_path / f"{name}.wav", sound[:, :length], RATE)
         rows.append({"file": f"{name}.wav", "says": f"noise {name}", "caption": "not this"})
-    table, cache = tmp_path / "clips.json", tmp_path / "cache"
     table.write_text(json.dumps(rows))
-    words = (
-        "prepare",
-        table,
-        "--output",
-        cache,
-        *["--buckets", "64x64x9,64x64x17", "--json", "--verify", "1"],
-    )
-    words = (*words, *"--video-column file --caption-column says --audio-durations 0.5,1".split())
-    assert run_train(model, *words) == 2
-    assert (
-        "error: short.wav: 0.0625 s of sound, the shortest of --audio-durations is 0.5"
-        in capsys.readouterr().err
-    )
-    assert run_train(model, *words, "--skip-bad") == 0
-    report = json.loads(capsys.readouterr().out)
+    words = "--buckets 64x64x9,64x64x17 --audio-durations 0.5,1 --verify 1 --video-column file"
+    words = (*words.split(), "--caption-column", "says")
+    why = "short.wav: 0.0625 s of sound, the shortest of --audio-durations is 0.5"
+    assert why in refused("prepare", table, "--output", cache, *words)
+    report = reported(table, cache, *words, "--skip-bad")
     assert [x["file"] for x in report["skipped"]] == ["short.wav"]
     assert report["encoded_captions"] == 3 and "0.0625 s of sound" in report["skipped"][0]["reason"]
     assert (report["samples"], report["encoded_clips"], report["sound_s"]) == (2, 2, 1.5)
-    (verified,) = report["verified"]
-    assert verified == str(cache / "verify" / "000-a.wav")
+    assert report["verified"] == [str(cache / "verify" / "000-a.wav")]
     assert (cache / "verify" / "000-a.wav").is_file()
-    rows = [json.loads(line) for line in (cache / "manifest.jsonl").read_text().splitlines()[1:]]
+    rows = rows_of(cache)
     assert [row["caption"] for row in rows] == ["noise a", "noise b"]
     assert [Fraction(17) / Fraction(row["fps"]) for row in rows] == [1, Fraction(1, 2)]
-    for again, count in (((), 0), (("--force",), 2)):
-        assert run_train(model, *words, "--skip-bad", *again) == 0
-        assert json.loads(capsys.readouterr().out)["encoded_clips"] == count
-    assert run_train(model, "prepare", table, "--data", table, "--output", cache) == 2
-    assert "the clips are named twice" in capsys.readouterr().err
-    assert run_train(model, "prepare", "--output", cache) == 2
+    for more, count in (((), 0), (("--force",), 2)):
+        assert reported(table, cache, *words, "--skip-bad", *more)["encoded_clips"] == count
+    twice = refused("prepare", table, "--data", table, "--output", cache)
+    assert "the clips are named twice" in twice
+    assert "no clips were given" in refused("prepare", "--output", cache)
 
 
-def test_latents_of_references_and_masks(model, tmp_path, capsys):
+def test_latents_of_references_and_masks(reported, tmp_path):
     """A reference at half size is the clip's own latents where the clip is half as large."""
-    folder, cache = tmp_path / "clips", tmp_path / "cache"
-    write_clips(folder, 1)
-    (folder / "0.mp4").rename(folder / "1.mp4")
-    (folder / "0.txt").rename(folder / "1.txt")
-    write_clip(folder / "1.reference.mp4", 9)
+    folder, cache = write_clips(tmp_path / "clips", 1), tmp_path / "cache"
+    write_clip(folder / "0.reference.mp4", 9)
     shown = np.zeros((9, 64, 64, 3), np.uint8)
     shown[:, :, 32:] = 255
-    write_mp4(folder / "1.mask.mp4", [shown], num_frames=9, fps=Fraction(24))
-    words = (
-        "prepare",
-        folder,
-        "--output",
-        cache,
-        "--buckets",
-        "64x64x9",
-        "--reference-downscale",
-        2,
-    )
-    assert run_train(model, *words, "--verify", 1, "--json") == 0
-    report = json.loads(capsys.readouterr().out)
-    info = video_info(cache / "verify" / "000-1.mp4", "verified")
+    write_mp4(folder / "0.mask.mp4", [shown], num_frames=9, fps=Fraction(24))
+    report = reported(folder, cache, "--reference-downscale", 2, "--verify", 1)
+    info = video_info(cache / "verify" / "000-0.mp4", "verified")
     assert report["verified"] and (info.width, info.num_frames, info.has_sound) == (64, 9, True)
-    row = json.loads((cache / "manifest.jsonl").read_text().splitlines()[1])
+    (row,) = rows_of(cache)
     assert row["streams"] == ["video", "audio", "reference", "mask"]
     assert row["reference"] == [2, 1, 1]
     found = read_arrays(cache / "samples" / f"{row['sample']}.safetensors")
@@ -192,24 +180,21 @@ def test_latents_of_references_and_masks(model, tmp_path, capsys):
     np.testing.assert_allclose(found["mask"], np.broadcast_to([0, 1], (2, 2, 2)), atol=0.05)
 
 
-def test_shares_of_several_processes_make_what_one_makes(model, tmp_path, capsys):
+def test_shares_of_several_processes_make_what_one_makes(reported, refused, tmp_path):
     clips, cache = write_clips(tmp_path / "clips"), tmp_path / "cache"
-    words = ("prepare", clips, "--output", cache, "--buckets", "64x64x9", "--json")
 
     def encoded(*more):
-        assert run_train(model, *words, *more) == 0
-        report = json.loads(capsys.readouterr().out)
+        report = reported(clips, cache, *more)
         return report["encoded_clips"], report["encoded_captions"]
 
     assert [encoded("--share", f"{i}/2") for i in (1, 2)] == [(2, 2), (1, 2)]
     assert not (cache / "manifest.jsonl").exists()
     assert encoded() == (0, 0) and encoded("--share", "2/2") == (0, 0)
-    assert len((cache / "manifest.jsonl").read_text().splitlines()) == 4
+    assert len(rows_of(cache)) == 3
     for wrong in ("0/2", "3/2", "2", "a/b", "1/2/3"):
-        assert run_train(model, *words, "--share", wrong) == 2
-        assert "--share" in capsys.readouterr().err
-    assert run_train(model, *words, "--share", "1/2", "--verify", 1) == 2
-    assert "--verify: goes with the run without --share" in capsys.readouterr().err
+        assert "--share" in refused("prepare", clips, "--output", cache, "--share", wrong)
+    line = refused("prepare", clips, "--output", cache, "--share", "1/2", "--verify", 1)
+    assert "--verify: goes with the run without --share" in line
 
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
@@ -271,9 +256,7 @@ def test_frames_of_a_variable_rate_are_the_nearest_in_time(pieces, tmp_path):
         assert not faults and job.fps in wanted
         (said,) = facts_of(clip.video, "", fps).remarks
         assert f"it is resampled to {float(job.fps):.5g} fps" in said
-        size = type("Geometry", (), {"size_px": (64, 64)})()
-        piece = Piece(clip.video, size, None, frames=job.frames)  # pyright: ignore
-        for i, shown in enumerate(piece.pictures()):
+        for i, shown in enumerate(piece_of(clip.video, job.frames).pictures()):
             stamp, due = stamps[round(shown.mean() / 8)], float(1000 * i / job.fps)
             nearest = min(abs(one - due) for one in stamps)
             assert abs(stamp - due) <= nearest + 500 / 29  # ms: half a frame of a common rate
@@ -281,15 +264,11 @@ def test_frames_of_a_variable_rate_are_the_nearest_in_time(pieces, tmp_path):
 
 
 def test_buckets_are_chosen_for_the_clips(pieces, tmp_path):
-    sizes = ((1280, 720, 20), (640, 272, 20), (176, 144, 40), (1280, 720, 12))
-    clips = [
-        write_clip(tmp_path / f"{i}.mp4", frames, width, height)
-        for i, (width, height, frames) in enumerate(sizes)
-    ]
+    shapes = ((20, 1280, 720), (20, 640, 272), (40, 176, 144), (12, 1280, 720))
+    clips = [write_clip(tmp_path / f"{i}.mp4", *shape) for i, shape in enumerate(shapes)]
     jobs, faults = pieces(*clips, buckets=())
-    assert not faults and [str(job.bucket) for job in jobs] == [
-        "832x448x17", "640x256x17", "160x128x17", "832x448x9",
-    ]  # fmt: skip
+    chosen = "832x448x17 640x256x17 160x128x17 832x448x9"
+    assert not faults and " ".join(str(job.bucket) for job in jobs) == chosen
     assert all(job.cut < 0.06 for job in jobs)
     (job,), _ = pieces(clips[1], buckets=(), reference_downscale=2)
     assert (job.bucket.width, job.bucket.height) == (640, 256)
@@ -306,15 +285,13 @@ def test_captions_as_other_trainers_keep_them(tmp_path, name, text):
     (tmp_path / "a.mp4").touch()
     (tmp_path / name).write_bytes(text.encode("utf-16" if name == "set.tsv" else "utf-8"))
     clips, faults = read_clips(tmp_path / name if name.startswith("set.") else tmp_path)
-    assert [(clip.name, clip.caption) for clip in clips] == [("a.mp4", "a fox")] * (
-        "cat" not in text
-    )
-    assert [why for _, why in faults] == [
-        'its caption is ["a fox", "a cat"], expected one text'
-    ] * ("cat" in text)
+    fine = "cat" not in text
+    assert [(clip.name, clip.caption) for clip in clips] == [("a.mp4", "a fox")] * fine
+    why = 'its caption is ["a fox", "a cat"], expected one text'
+    assert [reason for _, reason in faults] == [why] * (not fine)
 
 
-def test_every_fault_is_found_before_a_clip_is_encoded(model, tmp_path, capsys):
+def test_every_fault_is_found_before_a_clip_is_encoded(model, reported, tmp_path, capsys):
     clips, cache = write_clips(tmp_path / "clips", 9), tmp_path / "cache"
     for name in ("._0.mp4", ".DS_Store", "__MACOSX/1.mp4", ".hidden/2.mp4"):
         (clips / name).parent.mkdir(exist_ok=True)
@@ -336,7 +313,7 @@ def test_every_fault_is_found_before_a_clip_is_encoded(model, tmp_path, capsys):
         "4.mp4": "tokens, the model reads 1024", "5.mp4": "no UTF-8 text",
         "6.mp4": "not a regular file", "7.mp4": "another aspect ratio", "8.mp4": "8.wav",
     }  # fmt: skip
-    words = ("prepare", clips, "--output", cache, "--json", "--audio", "auto")
+    words = ("prepare", clips, "--output", cache, "--audio", "auto")
     assert run_train(model, *words) == 2
     told = capsys.readouterr().err.splitlines()
     assert "8 of 9 files cannot be used; --skip-bad leaves them out" in told[-1]
@@ -344,34 +321,28 @@ def test_every_fault_is_found_before_a_clip_is_encoded(model, tmp_path, capsys):
     for name, why in reasons.items():
         assert any("skipped: " in line and name in line and why in line for line in told), name
     assert not cache.exists()
-    assert run_train(model, *words, "--skip-bad") == 0
-    report = json.loads(capsys.readouterr().out)
+    report = reported(clips, cache, "--skip-bad")
     assert report["samples"] == 1 and report["buckets"] == {"64x64x9": 1}
     assert {x["file"] for x in report["skipped"]} == reasons.keys()
     assert all(reasons[x["file"]] in x["reason"] + x["file"] for x in report["skipped"])
 
 
-def test_a_cut_file_of_a_cache_is_made_again(model, tmp_path, capsys):
+def test_a_cut_file_of_a_cache_is_made_again(reported, no_run, tmp_path):
     clips, cache = write_clips(tmp_path / "clips", 1), tmp_path / "cache"
-    words = ("prepare", clips, "--output", cache, "--json")
-    assert run_train(model, *words) == 0
-    for kind in ("samples", "contexts"):
+    reported(clips, cache)
+    for kind, made in (("samples", [1, 0]), ("contexts", [0, 1])):
         path = next((cache / kind).iterdir())
         whole = path.read_bytes()
         path.write_bytes(whole[:-8])
-        assert run_train(model, "run", "--data", cache, "--output", tmp_path / "run") == 2
-        line = capsys.readouterr().err.splitlines()[-1]
+        line = no_run(tmp_path / "run", data=cache)
         assert f"{path}" in line and "remove it and run `ltx2rt train prepare` again" in line
-        assert run_train(model, *words) == 0
-        made = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert (made["encoded_clips"], made["encoded_captions"]) == (
-            (1, 0) if kind == "samples" else (0, 1)
-        )
+        report = reported(clips, cache)
+        assert [report["encoded_clips"], report["encoded_captions"]] == made
         assert path.read_bytes() == whole
     sample = next((cache / "samples").iterdir())
     write_arrays(sample, {"audio": read_arrays(sample)["audio"]})
-    assert run_train(model, "run", "--data", cache, "--output", tmp_path / "run") == 2
-    assert "of 0.mp4 has no video, which manifest.jsonl lists" in capsys.readouterr().err
+    line = no_run(tmp_path / "run", data=cache)
+    assert "of 0.mp4 has no video, which manifest.jsonl lists" in line
 
 
 @pytest.mark.parametrize("change, said", [

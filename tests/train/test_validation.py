@@ -8,31 +8,27 @@ import pytest
 import ltx2rt
 from ltx2rt.media.video import read_frames
 from ltx2rt.train.state import read_state, states
-from tests.train.test_run import refused
-from tests.train_runs import options, run_train
+from tests.conftest import assert_same
 
 
 @pytest.mark.long
-def test_validation_clips(model, cache, tmp_path):
+def test_validation_clips(model, train, tmp_path):
     plain, watched, file = tmp_path / "plain", tmp_path / "watched", tmp_path / "prompts.jsonl"
     lines = [
         {"prompt": "a clip", "steps": 2, "seed": 7},
         {"prompt": "another", "size": "96x64x9", "steps": 1},
     ]
     file.write_text("\n".join(map(json.dumps, lines)) + "\n")
-    flags = {"steps": 2, "validate-every": 1, "lr": 1e-2}
-    assert run_train(model, "run", *options(cache, plain, **flags)) == 0
-    words = options(cache, watched, **flags, validation=file)
-    assert run_train(model, "run", *words) == 0
+    train(plain, steps=2, validate_every=1)
+    train(watched, steps=2, validate_every=1, validation=file)
     made = sorted(str(p.relative_to(watched)) for p in (watched / "validation").rglob("*.*"))
     assert made == [f"validation/{step:06d}/{i:02d}.mp4" for step in range(3) for i in range(2)]
-    runs = [read_state(states(run)[-1])[1] for run in (plain, watched)]
-    for kind, arrays in runs[0].items():
-        assert all(np.array_equal(runs[1][kind][name], x) for name, x in arrays.items())
+    ours, theirs = (read_state(states(run)[-1])[1] for run in (plain, watched))
+    for kind, arrays in ours.items():
+        assert_same(theirs[kind], arrays)
     shown = [list(read_frames(watched / name, "clip", 9)) for name in made[::2]]
-    with ltx2rt.open(
-        model, backend="cuda", device="cpu", lora=[watched / "lora-000002.safetensors"]
-    ) as session:
+    lora = watched / "lora-000002.safetensors"
+    with ltx2rt.open(model, backend="cuda", device="cpu", lora=[lora]) as session:
         size = {"width": 64, "height": 64, "num_frames": 9, "steps": 2, "seed": 7}
         clip = session.generate("a clip", pipeline="one-stage", **size)
     clip.save(tmp_path / "same.mp4")
@@ -40,20 +36,18 @@ def test_validation_clips(model, cache, tmp_path):
     assert not np.array_equal(shown[0], shown[2])
 
 
-def test_lines_that_are_refused(model, cache, tmp_path, capsys):
+@pytest.mark.parametrize("line, message", [
+    ("{", "line 1: "),
+    ('{"seed": 3}', "prompt is missing"),
+    ('{"prompt": "x", "size": "60x64x9"}', "the nearest is 64x64x9"),
+    ('{"prompt": "x", "image": "none.png:0"}', "none.png"),
+    ('{"prompt": "x", "sized": 3}', "unknown keyword 'sized'"),
+    ('{"prompt": "\u2028", "sized": 3}', "unknown keyword 'sized'"),  # no end of a line
+    (b"\xff", "no UTF-8 text"),
+])  # fmt: skip
+def test_lines_that_are_refused(no_run, tmp_path, line, message):
     file = tmp_path / "prompts.jsonl"
-    for line, message in (
-        ("{", "line 1: "),
-        ('{"seed": 3}', "prompt is missing"),
-        ('{"prompt": "x", "size": "60x64x9"}', "the nearest is 64x64x9"),
-        ('{"prompt": "x", "image": "none.png:0"}', "none.png"),
-        ('{"prompt": "x", "sized": 3}', "unknown keyword 'sized'"),
-        ('{"prompt": "\u2028", "sized": 3}', "unknown keyword 'sized'"),  # no end of a line
-    ):
-        file.write_text(line + "\n", encoding="utf-8")
-        found = refused(capsys, model, "run", *options(cache, tmp_path / "run", validation=file))
-        assert f"--validation: {file}, line 1: " in found and message in found, found
-        assert not (tmp_path / "run").exists()
-    file.write_bytes(b"\xff")
-    found = refused(capsys, model, "run", *options(cache, tmp_path / "run", validation=file))
-    assert "no UTF-8 text" in found and not (tmp_path / "run").exists()
+    file.write_bytes(line if isinstance(line, bytes) else f"{line}\n".encode())
+    found = no_run(tmp_path / "run", validation=file)
+    assert "--validation: " in found and message in found and not (tmp_path / "run").exists()
+    assert isinstance(line, bytes) or f"{file}, line 1: " in found
