@@ -294,6 +294,10 @@ def denoised(session, request):
     return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
 
 
+def normal(*shape: int, seed: int = 7) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
+
+
 def assert_near(found, expected, close: float) -> None:
     """Arrays by name: the same names, each within this relative distance."""
     assert found.keys() == expected.keys()

@@ -7,7 +7,6 @@ connectors for themselves: 4 devices divide neither of the last two.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
@@ -36,17 +35,38 @@ class Case:
     params: dict[str, np.ndarray]
     inputs: dict[str, np.ndarray]
 
+    @classmethod
+    def of(cls, network: str, graph: Graph, feeds: dict[str, np.ndarray]) -> Case:
+        """feeds: the graph's inputs, and others."""
+        inputs = {name: feeds[name] for name in graph.inputs}
+        return cls(network, graph, random_params(graph), inputs)
+
+    @classmethod
+    def drawn(cls, graph: Graph, feeds: dict[str, np.ndarray] | None = None) -> Case:
+        """Inputs that `feeds` lacks are drawn, of integers zeros and ones."""
+        rng, drawn = np.random.default_rng(0), {}
+        for name, v in graph.inputs.items():
+            x = rng.standard_normal(v.type.shape, np.float32)
+            drawn[name] = np.int32(x > 0) if v.type.dtype == "int32" else x
+        return cls.of("transformer", graph, drawn | (feeds or {}))
+
     @cached_property
     def expected(self) -> dict[str, np.ndarray]:
         """What one device gives, in numpy."""
         return interpret(self.graph, self.params, self.inputs)
 
+    def placed(self, mesh: dict[str, int], profile: str = "hopper") -> Graph:
+        return Placement(PROFILES[profile], mesh).local(self.graph, self.network)
+
     def on(self, devices: int) -> Graph:
-        return (
-            Placement(PROFILES["hopper"], {"tensor": devices}).local(self.graph, self.network)
-            if devices > 1
-            else self.graph
-        )
+        return self.placed({"tensor": devices}) if devices > 1 else self.graph
+
+    def agrees(self, graph: Graph, close: float, like: Graph | None = None) -> None:
+        """Assert that a graph has the values of `like`, by default those of one device."""
+        from tests.conftest import assert_near
+
+        expected = interpret(like, self.params, self.inputs) if like else self.expected
+        assert_near(interpret(graph, self.params, self.inputs), expected, close)
 
 
 def transformer_config(generation: str) -> TransformerConfig:
@@ -98,9 +118,8 @@ def guided(generation: str, dtype: str, masked: bool = False) -> Case:
     feeds = transformer.position_feeds(config, *positions())
     video_mask, audio_mask = np.ones(TOKENS), np.ones(AUDIO_TOKENS)
     video_mask[:6], video_mask[2], audio_mask[:2] = 0.35, 0, 0.6
-    feeds |= guided_step.mask_feeds("video", video_mask) | guided_step.mask_feeds(
-        "audio", audio_mask
-    )
+    feeds |= guided_step.mask_feeds("video", video_mask)
+    feeds |= guided_step.mask_feeds("audio", audio_mask)
     widths = {"video": config.width, "audio": config.audio_width}
     for name, tokens, channels in (("video", TOKENS, 16), ("audio", AUDIO_TOKENS, 8)):
         width = config.caption_channels if config.caption_projection else widths[name]
@@ -115,10 +134,7 @@ def guided(generation: str, dtype: str, masked: bool = False) -> Case:
         masked=masked, stg_blocks=(0,),
     )  # fmt: skip
     feeds["video_attention_mask"] = attention_weights(TOKENS)
-    graph = guided_step.trace(config, structure, dtype)
-    return Case(
-        "transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs}
-    )
+    return Case.of("transformer", guided_step.trace(config, structure, dtype), feeds)
 
 
 def attention_weights(tokens: int) -> np.ndarray:
@@ -136,9 +152,8 @@ def forward(generation: str, dtype: str) -> Case:
     masks."""
     config, rng = transformer_config(generation), np.random.default_rng(2)
     video, audio = positions()
-    feeds = transformer.position_feeds(
-        config, np.stack([video, video * 2]), np.stack([audio, audio + 1])
-    )
+    apart = np.stack([video, video * 2]), np.stack([audio, audio + 1])
+    feeds = transformer.position_feeds(config, *apart)
     for name, tokens in (("video", TOKENS), ("audio", AUDIO_TOKENS)):
         feeds |= transformer.level_feeds(name, rng.choice([0.2, 0.5, 0.9], (2, tokens)))
     structure = transformer.ForwardShape(
@@ -152,9 +167,7 @@ def forward(generation: str, dtype: str) -> Case:
             feeds[name] = rng.standard_normal(v.type.shape, np.float32) if name.endswith(("latent", "context")) else (
                 (uniform > 0.5).astype(np.float32) if name.endswith("keep") else uniform
             )  # fmt: skip
-    return Case(
-        "transformer", graph, random_params(graph), {name: feeds[name] for name in graph.inputs}
-    )
+    return Case.of("transformer", graph, feeds)
 
 
 def text(generation: str, dtype: str) -> Case:
@@ -164,16 +177,10 @@ def text(generation: str, dtype: str) -> Case:
     ids = np.random.default_rng(3).integers(3, 50, (2, TEXT))
     mask = (np.arange(TEXT) >= np.array([[3], [0]])).astype(np.int64)
     feeds = text_encoder.feeds(gemma, config, np.where(mask, ids, 0), mask)
-    return Case(
-        "text-encoder", graph, random_params(graph), {name: feeds[name] for name in graph.inputs}
-    )
+    return Case.of("text-encoder", graph, feeds)
 
 
-BUILDERS: dict[str, Callable[[str, str], Case]] = {
-    "guided": guided,
-    "forward": forward,
-    "text": text,
-}
+BUILDERS = {"guided": guided, "forward": forward, "text": text}
 MASKED = "masked-2.3"
 NAMES = (
     *(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")),

@@ -17,6 +17,11 @@ SHAPES = st.tuples(*[st.integers(1, 4)] * len(AXES))
 fast = settings(max_examples=40, deadline=None)
 
 
+def named(o, shape, name="x", dtype=None):
+    """An input of the first of AXES."""
+    return o.input(name, dtype, **dict(zip(AXES, shape, strict=False)))
+
+
 def array_of(shape, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
@@ -40,7 +45,7 @@ def test_binary_ops_broadcast_by_axis_name(shape, kept, name, swapped):
     function = {"add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide}[name]
 
     def model(o):
-        wide = o.input("x", **dict(zip(AXES, shape, strict=True)))
+        wide = named(o, shape)
         narrow = o.input("y", **{AXES[i]: shape[i] for i in kept})
         return o.emit(name, *((narrow, wide) if swapped and len(kept) < 4 else (wide, narrow)))
 
@@ -52,13 +57,8 @@ def test_binary_ops_broadcast_by_axis_name(shape, kept, name, swapped):
 @given(SHAPES, st.permutations(range(4)))
 def test_transpose_moves_named_axes(shape, order):
     x = array_of(shape)
-    check(
-        lambda o: o.transpose(
-            o.input("x", **dict(zip(AXES, shape, strict=True))), axes=tuple(AXES[i] for i in order)
-        ),
-        {"x": x},
-        x.transpose(order),
-    )
+    axes = tuple(AXES[i] for i in order)
+    check(lambda o: o.transpose(named(o, shape), axes=axes), {"x": x}, x.transpose(order))
 
 
 @fast
@@ -69,9 +69,7 @@ def test_split_puts_the_slowest_part_first_and_merge_undoes_it(shape, at, parts)
     into = {f"part{i}": n for i, n in enumerate(parts)}
 
     def halves(o):
-        return o.split(
-            o.input("x", **dict(zip(AXES, shape, strict=True))), axis=AXES[at], into=into
-        )
+        return o.split(named(o, shape), axis=AXES[at], into=into)
 
     index = np.indices([*shape[:at], *parts, *shape[at + 1 :]])
     flat = np.zeros_like(index[0])
@@ -82,32 +80,16 @@ def test_split_puts_the_slowest_part_first_and_merge_undoes_it(shape, at, parts)
 
 
 @fast
-@given(
-    SHAPES,
-    st.integers(0, 3),
-    st.integers(0, 3),
-    st.lists(st.integers(1, 3), max_size=2),
-    st.integers(0, 99),
-)
-def test_take_matches_leading_axes_by_name_and_replaces_the_taken_one(
-    shape, at, batch, picked, seed
-):
+@given(SHAPES, st.integers(0, 3), st.integers(0, 3), st.lists(st.integers(1, 3), max_size=2))
+def test_take_matches_leading_axes_by_name_and_replaces_the_taken_one(shape, at, batch, picked):
     batch = min(batch, at)
-    x = array_of(shape)
-    index = (
-        np.random.default_rng(seed)
-        .integers(0, shape[at], (*shape[:batch], *picked))
-        .astype(np.int32)
-    )
+    x, rng = array_of(shape), np.random.default_rng(0)
+    index = rng.integers(0, shape[at], (*shape[:batch], *picked), np.int32)
     names = (*AXES[:batch], *(f"picked{i}" for i in range(len(picked))))
 
     def model(o):
-        source = o.input("x", **dict(zip(AXES, shape, strict=True)))
-        return o.take(
-            source,
-            o.input("i", "int32", **dict(zip(names, index.shape, strict=True))),
-            axis=AXES[at],
-        )
+        sizes = dict(zip(names, index.shape, strict=True))
+        return o.take(named(o, shape), o.input("i", "int32", **sizes), axis=AXES[at])
 
     expected = np.empty((*shape[:at], *picked, *shape[at + 1 :]), np.float32)
     for place in np.ndindex(*expected.shape):
@@ -121,30 +103,18 @@ def test_take_matches_leading_axes_by_name_and_replaces_the_taken_one(
 def test_pad_widens_named_axes(shape, mode, data):
     limits = [n - 1 if mode == "reflect" else 3 for n in shape]
     widths = [(data.draw(st.integers(0, n)), data.draw(st.integers(0, n))) for n in limits]
-    x = array_of(shape)
-    expected = x
-    for dim, (before, after) in enumerate(widths):
-        places = np.arange(-before, shape[dim] + after)
-        n = shape[dim]
-        inside = (
-            np.clip(places, 0, n - 1)
-            if mode != "reflect"
-            else np.where(places < 0, -places, places)
-        )
+    expected = x = array_of(shape)
+    for dim, (n, (before, after)) in enumerate(zip(shape, widths, strict=True)):
+        places = np.arange(-before, n + after)
+        inside = np.clip(places, 0, n - 1)
         if mode == "reflect":
-            inside = np.where(inside >= n, 2 * (n - 1) - inside, inside)
+            inside = n - 1 - abs(n - 1 - abs(places))
         expected = np.take(expected, inside, axis=dim)
         if mode == "zeros":
-            outside = (places < 0) | (places >= n)
-            expected = np.where(
-                outside.reshape([-1 if i == dim else 1 for i in range(4)]), np.float32(0), expected
-            )
-    check(
-        lambda o: o.pad(o.input("x", **dict(zip(AXES, shape, strict=True))), mode=mode,
-                        **dict(zip(AXES, widths, strict=True))),
-        {"x": x},
-        expected,
-    )  # fmt: skip
+            there = (places >= 0) & (places < n)
+            expected = expected * there.reshape([-1 if i == dim else 1 for i in range(4)])
+    by_axis = dict(zip(AXES, widths, strict=True))
+    check(lambda o: o.pad(named(o, shape), mode=mode, **by_axis), {"x": x}, expected)
 
 
 @fast
@@ -154,7 +124,7 @@ def test_slice_and_concat_take_an_axis_apart_and_together(shape, at, data):
     cut = data.draw(st.integers(0, shape[at] - 1))
 
     def model(o):
-        whole = o.input("x", **dict(zip(AXES, shape, strict=True)))
+        whole = named(o, shape)
         parts = [o.slice(whole, axis=AXES[at], start=cut)]
         if cut:
             parts.append(o.slice(whole, axis=AXES[at], stop=cut))

@@ -27,26 +27,17 @@ def graph_of():
     return trace("net", model, "float32")
 
 
-def test_outer_value_captured_in_a_repeat_body_is_refused():
+@pytest.mark.parametrize("kind", ["input", "param"])
+def test_outer_value_captured_in_a_repeat_body_is_refused(kind):
     def model(o):
-        x, outer = o.input("x", D=4), o.input("outer", D=4)
-        return {
-            "y": o.repeat(lambda o, c, i, d: ({"x": o.add(c["x"], outer)}, {}), 2, {"x": x})[0]["x"]
-        }
+        x, outer = o.input("x", D=4), getattr(o, kind)("outer", D=4)
+        return o.repeat(lambda o, c, i, d: ({"x": o.add(c["x"], outer)}, {}), 2, {"x": x})[0]
 
-    message = r"add reads outer: f32\[D=4\], which this graph does not define; pass it to repeat as carry, invariant or"
+    message = (
+        r"add reads outer: f32\[D=4\], which this graph does not define; pass it to repeat as carry, "
+        "invariant or"
+    )
     with pytest.raises(GraphError, match=message):
-        trace("net", model, "float32")
-
-
-def test_outer_parameter_captured_in_a_repeat_body_is_refused():
-    def model(o):
-        x, table = o.input("x", D=4), o.param("table", D=4)
-        return {
-            "y": o.repeat(lambda o, c, i, d: ({"x": o.add(c["x"], table)}, {}), 2, {"x": x})[0]["x"]
-        }
-
-    with pytest.raises(GraphError, match="add reads table"):
         trace("net", model, "float32")
 
 

@@ -2,6 +2,12 @@
 
 import numpy as np
 import torch
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    SiglipVisionConfig,
+)
 
 from ltx2rt.testing import relative_l2
 
@@ -11,6 +17,24 @@ BATCH, TOKENS = 4, 13
 MASK = np.ones((BATCH, TOKENS), np.int32)
 MASK[0, :4], MASK[2, 6:], MASK[3, :-1] = 0, 0, 0
 IDS = np.where(MASK, np.random.default_rng(5).integers(3, 61, MASK.shape), 0)
+
+
+def gemma_3(pattern: int, **sizes) -> tuple[Gemma3Config, Gemma3ForConditionalGeneration]:
+    """transformers' model, every `pattern`-th of its layers a full one; its weights are not drawn."""
+    text = Gemma3TextConfig(
+        **sizes, sliding_window_pattern=pattern, pad_token_id=0, eos_token_id=1, bos_token_id=2,
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+    )  # fmt: skip
+    vision = SiglipVisionConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        image_size=16, patch_size=4,
+    )  # fmt: skip
+    image = {"mm_tokens_per_image": 4, "image_token_index": sizes["vocab_size"] - 1}
+    config = Gemma3Config(text_config=text, vision_config=vision, **image)
+    return config, Gemma3ForConditionalGeneration(config).eval()
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from ltx2rt.config import AudioVaeConfig
 from ltx2rt.models import audio_vae
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.presets import preset
+from tests.conftest import normal
 
 KINDS = ["numpy", "cuda", "tpu"]
 CONFIG = AudioVaeConfig(
@@ -67,10 +68,6 @@ def encode(model: AutoencoderKLLTX2Audio, params: dict[str, np.ndarray], mel: np
     with torch.no_grad():
         z = model.encode(torch.from_numpy(mel), return_dict=False)[0].mode()
         return unpacked((packed(z) - mean) / std).numpy()
-
-
-def normal(*shape: int, seed: int = 7) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -40,24 +40,19 @@ def build(generation: str, dtype: torch.dtype = torch.float32) -> LTX2TextConnec
     """diffusers' module with weights representable in bfloat16, every one of them drawn."""
     config = CONFIGS[generation]
     sizes = {}
-    for modality, connector in (("video", config.video), ("audio", config.audio)):
-        sizes[f"{modality}_connector_num_attention_heads"] = connector.num_heads
-        sizes[f"{modality}_connector_attention_head_dim"] = connector.head_dim
-        sizes[f"{modality}_connector_num_layers"] = connector.num_layers
-        sizes[f"{modality}_connector_num_learnable_registers"] = connector.num_registers
-        sizes[f"{modality}_gated_attn"] = connector.gated_attention
-        sizes[f"{modality}_hidden_dim"] = connector.width
+    for modality, c in (("video", config.video), ("audio", config.audio)):
+        own = {
+            "connector_num_attention_heads": c.num_heads, "connector_attention_head_dim": c.head_dim,
+            "connector_num_layers": c.num_layers, "connector_num_learnable_registers": c.num_registers,
+            "gated_attn": c.gated_attention, "hidden_dim": c.width,
+        }  # fmt: skip
+        sizes |= {f"{modality}_{name}": size for name, size in own.items()}
     module = LTX2TextConnectors(
-        **sizes,
-        caption_channels=HIDDEN,
-        text_proj_in_factor=STATES,
-        connector_rope_base_seq_len=config.rope_max_pos,
-        rope_theta=config.rope_theta,
-        rope_double_precision=True,
-        rope_type="split",
-        per_modality_projections=config.per_token_norm,
+        **sizes, caption_channels=HIDDEN, text_proj_in_factor=STATES,
+        connector_rope_base_seq_len=config.rope_max_pos, rope_theta=config.rope_theta,
+        rope_double_precision=True, rope_type="split", per_modality_projections=config.per_token_norm,
         proj_bias=config.projection_bias,
-    ).eval()
+    ).eval()  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     for name, p in sorted(module.named_parameters()):
         r = torch.randn(p.shape, generator=generator)

@@ -4,6 +4,7 @@ import copy
 import math
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from ltx2rt.placement.cost import activation_bytes, flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.names import QKV, to_diffusers
-from tests.conftest import refused
+from tests.conftest import normal, refused
 
 # Of its attention diffusers' module has a slow form alone that runs on a CPU, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -40,20 +41,13 @@ def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
     """diffusers' module and its parameters under official names, all random."""
     c = CONFIG
     model = LTX2VideoDiffusionDecoderModel(
-        latent_channels=c.latent_channels,
-        patch_size=c.patch_size,
-        decoder_head_dim=c.head_dim,
-        decoder_stage_channels=c.channels,
-        decoder_stage_depths=c.depths,
-        decoder_stage_kernels=c.windows[:-1],
-        decoder_upsample_strides=c.strides,
-        decoder_upsample_channel_reductions=tuple(
-            a // b for a, b in zip(c.channels, c.channels[1:], strict=False)
-        ),
-        decoder_stage5_kernel=c.windows[-1],
-        decoder_t_emb_dim=c.timestep_width,
+        latent_channels=c.latent_channels, patch_size=c.patch_size, decoder_head_dim=c.head_dim,
+        decoder_stage_channels=c.channels, decoder_stage_depths=c.depths,
+        decoder_stage_kernels=c.windows[:-1], decoder_upsample_strides=c.strides,
+        decoder_upsample_channel_reductions=tuple(a // b for a, b in pairwise(c.channels)),
+        decoder_stage5_kernel=c.windows[-1], decoder_t_emb_dim=c.timestep_width,
         decoder_timestep_scale_multiplier=c.timestep_scale,
-    ).eval()
+    ).eval()  # fmt: skip
     shape = diffusion_decoder.whole(c, 1, (3, 3, 3), "plain")
     params = random_params(diffusion_decoder.trace_features(c, 1, 3, 3, 3, "float32"), seed=1)
     params |= random_params(diffusion_decoder.trace(c, shape, "float32"), seed=2)
@@ -61,9 +55,8 @@ def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
     state = {}
     for name, value in params.items():
         theirs = to_diffusers("diffusion_decoder", name)
-        parts = (
-            dict(zip(QKV, np.split(value, 3), strict=True)) if ".qkv." in theirs else {"qkv": value}
-        )
+        split = dict(zip(QKV, np.split(value, 3), strict=True)) if ".qkv." in theirs else None
+        parts = split or {"qkv": value}
         state |= {theirs.replace("qkv", part): torch.from_numpy(x) for part, x in parts.items()}
     model.load_state_dict(state, strict=True)
     return model, params
@@ -89,10 +82,6 @@ def decode(kind, latent, noise, border, dtype="float32") -> np.ndarray:
         CONFIG, diffusion_decoder.whole(CONFIG, batch, tuple(grid), border), dtype
     )
     return run_graph(kind, graph, params, {"features": features, "noise": noise})["frames"]
-
-
-def normal(*shape: int, seed: int = 7) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("numpy", marks=pytest.mark.long), *KINDS[1:]])

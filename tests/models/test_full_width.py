@@ -17,12 +17,6 @@ import numpy as np
 import pytest
 import torch
 from diffusers import AutoencoderKLLTX2Video
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    SiglipVisionConfig,
-)
 
 from ltx2rt.models import gemma, video_vae
 from ltx2rt.testing import relative_l2, run_graph
@@ -30,6 +24,7 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.configs.video_vae import diffusers_json
 from ltx2rt.weights.names import gemma_to_canonical, to_diffusers, to_official
 from ltx2rt.weights.presets import preset
+from tests.models.gemma_cases import gemma_3
 from tests.reference import NAMES, draw, module_of, ours, reference
 
 pytestmark = pytest.mark.slow
@@ -99,24 +94,12 @@ def test_two_blocks_of_the_transformer(generation):
 def test_two_layers_of_gemma_3():
     """One of either kind; one prompt is padded."""
     full = preset("ltx-2.3").config.gemma
-    text = Gemma3TextConfig(
-        vocab_size=512, hidden_size=full.hidden_size, intermediate_size=full.intermediate_size,
+    both, model = gemma_3(
+        2, vocab_size=512, hidden_size=full.hidden_size, intermediate_size=full.intermediate_size,
         num_hidden_layers=2, num_attention_heads=full.num_heads, head_dim=full.head_dim,
         num_key_value_heads=full.num_kv_heads, query_pre_attn_scalar=full.head_dim,
-        sliding_window=48, sliding_window_pattern=2, rms_norm_eps=full.norm_eps, pad_token_id=0,
-        eos_token_id=1, bos_token_id=2, rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
+        sliding_window=48, rms_norm_eps=full.norm_eps,
     )  # fmt: skip
-    vision = SiglipVisionConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        image_size=16, patch_size=4,
-    )  # fmt: skip
-    both = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=511
-    )
-    model = Gemma3ForConditionalGeneration(both).eval()
     language = model.model.language_model
     drawn(language.named_parameters())
     config = configs.gemma(configs.Keys(both.to_dict(), "config.json"))

@@ -6,12 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from transformers import (
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    Gemma3TextConfig,
-    SiglipVisionConfig,
-)
+from transformers import Gemma3ForConditionalGeneration
 
 from ltx2rt.config import GemmaConfig
 from ltx2rt.models import gemma
@@ -19,39 +14,25 @@ from ltx2rt.testing import run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical
 from tests.conftest import refused
-from tests.models.gemma_cases import BATCH, IDS, MASK, TOKENS, check_each, check_rounded, reference
+from tests.models.gemma_cases import (
+    BATCH,
+    IDS,
+    MASK,
+    TOKENS,
+    check_each,
+    check_rounded,
+    gemma_3,
+    reference,
+)
 
 
 def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:
     """7 layers, the 6th full; 6 heads on 2; weights representable in bfloat16."""
-    text = Gemma3TextConfig(
-        vocab_size=61,
-        hidden_size=42,
-        intermediate_size=72,
-        num_hidden_layers=7,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        query_pre_attn_scalar=20,
-        sliding_window=5,
-        sliding_window_pattern=6,
-        rms_norm_eps=1e-6,
-        pad_token_id=0,
-        eos_token_id=1,
-        bos_token_id=2,
-        rope_parameters={
-            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1_000_000.0},
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
-        },
-    )
-    vision = SiglipVisionConfig(
-        hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        image_size=16, patch_size=4,
+    _, model = gemma_3(
+        6, vocab_size=61, hidden_size=42, intermediate_size=72, num_hidden_layers=7,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, query_pre_attn_scalar=20,
+        sliding_window=5, rms_norm_eps=1e-6,
     )  # fmt: skip
-    config = Gemma3Config(
-        text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=60
-    )
-    model = Gemma3ForConditionalGeneration(config).eval()
     generator = torch.Generator().manual_seed(7)
     for _, p in sorted(model.model.language_model.named_parameters()):
         scale = 0.3 if p.ndim == 1 else p.shape[1] ** -0.5

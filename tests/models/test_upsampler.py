@@ -17,6 +17,7 @@ from ltx2rt.models import upsampler
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.configs.latent_upsampler import upsampler_json
 from ltx2rt.weights.presets import preset
+from tests.conftest import normal
 
 KINDS = ["numpy", "cuda", "tpu"]
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
@@ -53,10 +54,6 @@ def expected(model, params, latent) -> np.ndarray:
     with torch.no_grad():
         z = (torch.from_numpy(latent) * std + mean).to(next(model.parameters()).dtype)
         return ((model(z).float() - mean) / std).numpy()
-
-
-def normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng(7).standard_normal(shape, dtype=np.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -23,6 +23,7 @@ from ltx2rt.models import video_vae
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
+from tests.conftest import normal
 
 KINDS = ["numpy", "cuda", "tpu"]
 SPACE, TIME, ALL = (1, 2, 2), (2, 1, 1), (2, 2, 2)
@@ -110,10 +111,6 @@ def encode(model, params, frames, dtype=torch.float32):
     with torch.no_grad():
         posterior = model.to(dtype).encode(torch.from_numpy(frames).to(dtype), return_dict=False)[0]
         return ((posterior.mode().float() - mean) / std).numpy()
-
-
-def normal(*shape: int, seed: int = 7) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,6 +25,7 @@ from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
+from tests.conftest import normal
 
 KINDS = ["numpy", "cuda", "tpu"]
 DILATIONS = ((1, 3), (1, 5))
@@ -60,17 +61,11 @@ def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     else:
         sizes = SIZES | {"upsample_kernel_sizes": [11, 4]}
         bwe = sizes | {"upsample_factors": [6, 4], "upsample_kernel_sizes": [12, 8]}
-        model = LTX2VocoderWithBWE(
-            **sizes,
-            **{f"bwe_{k}": v for k, v in bwe.items()},
-            final_act_fn="clamp",  # the official rule, whatever a diffusers config says
-            filter_length=32,
-            hop_length=8,
-            window_length=32,
-            num_mel_channels=4,
-            input_sampling_rate=1000,
-            output_sampling_rate=3000,
-        )
+        sizes |= {f"bwe_{k}": v for k, v in bwe.items()}
+        model = LTX2VocoderWithBWE(  # "clamp": the official rule, whatever a diffusers config says
+            **sizes, final_act_fn="clamp", filter_length=32, hop_length=8, window_length=32,
+            num_mel_channels=4, input_sampling_rate=1000, output_sampling_rate=3000,
+        )  # fmt: skip
         # Its padding to whole hops reads an attribute that it never sets.
         model.hop_length = 8
     params = random_params(vocoder.trace(CONFIGS[version], 1, 1, "float32"))
@@ -86,10 +81,6 @@ def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     missing, unexpected = model.load_state_dict(state, strict=False)
     assert (missing, unexpected) == ([], [])
     return model.eval(), params
-
-
-def normal(*shape: int, seed: int = 7) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def run(kind: str, version: str, mel: np.ndarray, dtype: str = "float32") -> np.ndarray:

@@ -5,19 +5,15 @@ from collections import Counter
 
 import pytest
 
-from ltx2rt.graph.interpret import interpret
 from ltx2rt.passes.heads import group_heads, is_grouped
 from ltx2rt.passes.interleave import TOKENS, interleave
-from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.profiles import PROFILES
-from tests.conftest import assert_near
 from tests.placed_cases import case
 
 CLOSE = 2e-6  # float32: products of arrays that lie otherwise, by any BLAS
 
 
 def local(one, **mesh):
-    return Placement(PROFILES["trillium"], mesh).local(one.graph, one.network)
+    return one.placed(mesh, "trillium")
 
 
 def exchanged(graph) -> Counter:
@@ -41,11 +37,9 @@ def test_groups_have_the_same_values_and_exchange_as_much(name, mesh):
     before, after = exchanged(graph), exchanged(grouped)
     assert after["attention"] == before["attention"] + 2
     assert (after["all_to_all"], after["bytes"]) == (3 * before["all_to_all"], before["bytes"])
-    expected = interpret(graph, one.params, one.inputs)
-    assert_near(interpret(grouped, one.params, one.inputs), expected, CLOSE)
+    one.agrees(grouped, CLOSE, graph)
     halves = interleave(graph, TOKENS)
-    expected = interpret(halves, one.params, one.inputs)
-    assert_near(interpret(interleave(grouped, TOKENS), one.params, one.inputs), expected, CLOSE)
+    one.agrees(interleave(grouped, TOKENS), CLOSE, halves)
 
 
 def test_heads_stay_together_where_they_do_not_divide_or_travel_or_halves_take_turns():

@@ -11,8 +11,6 @@ from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.interleave import SAMPLES, TOKENS, interleave
 from ltx2rt.passes.rotate import rotate
-from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.profiles import PROFILES
 from tests.conftest import assert_near
 from tests.placed_cases import case
 
@@ -43,13 +41,12 @@ def exchanged(graph, axis=SAMPLES) -> Counter:
 def test_halves_have_the_same_values_and_exchange_as_much(generation, profile, mesh):
     """Two samples with positions, timesteps and masks of their own."""
     one = case(f"forward-{generation}")
-    graph = Placement(PROFILES[profile], mesh).local(one.graph, one.network)
+    graph = one.placed(mesh, profile)
     halved = interleave(graph)
     assert halved.parameters() == graph.parameters() and halved.inputs.keys() == graph.inputs.keys()
     before, after = exchanged(graph), exchanged(halved)
     assert after["bytes"] == before["bytes"] and after["times"] == 2 * before["times"] > 0
-    expected = interpret(graph, one.params, one.inputs)
-    assert_near(interpret(halved, one.params, one.inputs), expected, CLOSE)
+    one.agrees(halved, CLOSE, graph)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +63,10 @@ def test_tied_halves_take_turns_and_have_the_same_values(name, profile, mesh, ei
     all_to_all, tied one way.
     """
     one = case(name)
-    graph = Placement(PROFILES[profile], mesh).local(one.graph, one.network)
+    graph = one.placed(mesh, profile)
     plain, tied = interleave(graph), interleave(graph, tied=LEAST)
     assert exchanged(tied) == exchanged(plain)
-    expected = interpret(graph, one.params, one.inputs)
-    assert_near(interpret(tied, one.params, one.inputs), expected, CLOSE)
+    one.agrees(tied, CLOSE, graph)
 
     def independent(graph) -> int:
         """Pairs of big exchanges of halves that may leave in either order."""
@@ -95,13 +91,10 @@ def test_tied_halves_take_turns_and_have_the_same_values(name, profile, mesh, ei
 @pytest.mark.parametrize("least", [0, 30, 1345, 2304, 2305])
 def test_halves_are_tied_whatever_is_big(least):
     one = case("forward-2.3")
-    graph = Placement(PROFILES["trillium"], {"tensor": 2, "sequence": 2}).local(
-        one.graph, one.network
-    )
+    graph = one.placed({"tensor": 2, "sequence": 2}, "trillium")
     tied = interleave(graph, tied=least)
     assert any(node.op == "barrier" for node in tied.repeats[0].body.nodes) == (least <= 2304)
-    expected = interpret(graph, one.params, one.inputs)
-    assert_near(interpret(tied, one.params, one.inputs), expected, CLOSE)
+    one.agrees(tied, CLOSE, graph)
 
 
 def test_neither_half_waits_for_the_other():
@@ -131,7 +124,7 @@ def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices)
 def test_halves_of_the_tokens_have_the_same_values(name, mesh):
     """Images, prefixes, masks and STG; other devices' tokens stay whole."""
     one = case(name)
-    graph = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network)
+    graph = one.placed(mesh)
     halved = interleave(graph, TOKENS)
     assert halved.parameters() == graph.parameters() and halved.inputs.keys() == graph.inputs.keys()
     sums = [Counter(n.op for n in x.repeats[0].body.nodes) for x in (graph, halved)]
@@ -146,15 +139,12 @@ def test_halves_of_the_tokens_have_the_same_values(name, mesh):
 def test_tied_halves_of_the_tokens_take_turns_and_have_the_same_values(name):
     """In any legal order: from sum to sum of the video one half waits."""
     one = case(name)
-    graph = Placement(PROFILES["trillium"], {"tensor": 2, "sequence": 2}).local(
-        one.graph, one.network
-    )
+    graph = one.placed({"tensor": 2, "sequence": 2}, "trillium")
     nodes = (node for repeat in graph.repeats for node in repeat.body.nodes)
     sums = (v.type for node in nodes if node.op == "all_reduce" for v in node.inputs)
     least = min(type_.nbytes // 2 for type_ in sums if {TOKENS, "D"} <= {*type_.axes})
     tied = interleave(graph, TOKENS, tied=least)
-    expected = interpret(graph, one.params, one.inputs)
-    assert_near(interpret(tied, one.params, one.inputs), expected, CLOSE)
+    one.agrees(tied, CLOSE, graph)
     for repeat in tied.repeats:
         before: dict[int, set[int]] = {}
         sums = []
@@ -196,7 +186,5 @@ def test_tokens_stay_whole_where_halves_are_too_small_or_nothing_is_summed_or_we
     alone = case("guided-2.3").on(1)
     assert interleave(alone, TOKENS) is alone
     one = case("guided-2.3")
-    gathering = Placement(PROFILES["hopper"], {"fsdp": 2, "tensor": 2}).local(
-        one.graph, one.network
-    )
+    gathering = one.placed({"fsdp": 2, "tensor": 2})
     assert interleave(gathering, TOKENS) is gathering

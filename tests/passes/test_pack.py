@@ -7,17 +7,15 @@ import numpy as np
 import pytest
 
 from ltx2rt.graph import trace
-from ltx2rt.graph.interpret import Grid, interpret
+from ltx2rt.graph.interpret import Grid
 from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
-from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
-from ltx2rt.testing import ArraySource, random_params, relative_l2
+from ltx2rt.placement.profiles import HEADS_AND_FF
+from ltx2rt.testing import ArraySource, relative_l2
 from ltx2rt.weights.files import cut, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
-from tests.conftest import assert_near
-from tests.placed_cases import GUIDANCE, NAMES, case, lora_arrays
+from tests.placed_cases import GUIDANCE, NAMES, Case, case, lora_arrays
 
 CLOSE = 1e-6  # float32: BLAS sums one wide product in another order than several narrow ones
 # Guidance adds its branches up with these factors, and their roundings, which know nothing of each
@@ -38,9 +36,7 @@ def test_packed_graph_has_the_same_values_and_reads_the_same_tensors(name):
     packed = pack(one.graph)
     assert packed.parameters() == one.graph.parameters()
     assert sum(linears(packed).values()) < sum(linears(one.graph).values())
-    expected = one.expected
-    close = CLOSE * (AMPLIFIED if name.startswith("guided") else 1)
-    assert_near(interpret(packed, one.params, one.inputs), expected, close)
+    one.agrees(packed, CLOSE * (AMPLIFIED if name.startswith("guided") else 1))
 
 
 @pytest.mark.parametrize("devices", (1, 4))
@@ -68,35 +64,25 @@ def two_linears(o, second: str, **options):
 
 def packs(model) -> bool:
     graph = trace("net", model, "float32")
-    packed, params = pack(graph), random_params(graph)
-    inputs = {
-        name: np.random.default_rng(0).standard_normal(v.type.shape)
-        for name, v in graph.inputs.items()
-    }
-    expected = interpret(graph, params, inputs)
-    assert_near(interpret(packed, params, inputs), expected, CLOSE)
+    packed = pack(graph)
+    Case.drawn(graph).agrees(packed, CLOSE)
     assert packed.parameters() == graph.parameters()
     return sum(linears(packed).values()) < sum(linears(graph).values())
 
 
-def test_two_linears_of_one_input_are_one():
-    assert packs(lambda o: two_linears(o, "b"))
+def of_two_inputs(o):
+    x = o.input("x", tokens=3, D=4)
+    return {"a": o.linear(x, "a", {"out": 6}), "b": o.linear(o.gelu(x), "b", {"out": 6})}
 
 
-def test_parameter_that_two_nodes_read_is_left_alone():
-    assert not packs(lambda o: two_linears(o, "a"))
-
-
-def test_linear_with_a_bias_is_not_joined_to_one_without():
-    assert not packs(lambda o: two_linears(o, "b", bias=False))
-
-
-def test_linears_of_different_inputs_are_not_joined():
-    def model(o):
-        x = o.input("x", tokens=3, D=4)
-        return {"a": o.linear(x, "a", {"out": 6}), "b": o.linear(o.gelu(x), "b", {"out": 6})}
-
-    assert not packs(model)
+@pytest.mark.parametrize("model, packed", [
+    (lambda o: two_linears(o, "b"), True),
+    (lambda o: two_linears(o, "a"), False),  # two nodes read the parameter
+    (lambda o: two_linears(o, "b", bias=False), False),
+    (of_two_inputs, False),
+])  # fmt: skip
+def test_linears_are_joined_that_read_one_input_and_have_the_same_operands(model, packed):
+    assert packs(model) == packed
 
 
 def test_split_weights_are_not_joined_to_whole_ones():
@@ -123,7 +109,7 @@ def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, gen
     merged = MergedSource(source, [open_lora(tmp_path / "lora.safetensors")], dtype)
     touched, dims = merged.touched(), set()
     for mesh in ({"tensor": 2}, {"tensor": 3}, {"tensor": 4}, {"fsdp": 2, "tensor": 3}):
-        graph, grid = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network), Grid(mesh)
+        graph, grid = one.placed(mesh), Grid(mesh)
         for declared, layout in graph.all_layouts().items():
             count = graph.all_params()[declared][1]
             devices = range(len(grid))

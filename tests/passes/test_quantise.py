@@ -7,13 +7,13 @@ from functools import cache, partial
 from types import SimpleNamespace
 
 import ltx2rt_cuda.lower
-import ltx2rt_cuda.ops.products
 import numpy as np
 import pytest
 import torch
 from ltx2rt_cuda import as_module
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
+from ltx2rt_cuda.ops import products
 from ltx2rt_cuda.quantised import QuantisedRows
 
 from benchmarks.launches import step_graphs
@@ -34,7 +34,7 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.lora import MergedSource, open_lora
 from tests.conftest import assert_near, refused
-from tests.placed_cases import TEXT, positions, transformer_config
+from tests.placed_cases import TEXT, Case, positions, transformer_config
 from tests.stack_cases import LAYERS, MESH, as_bytes, blocks_graph, inputs, ops, params, stack
 from tests.virtual import on_devices
 
@@ -63,7 +63,7 @@ def test_torch_quantises_to_the_same_bits():
     x *= np.float32(10) ** np.arange(-32, 32)[:, None]
     for narrow in (torch.float32, torch.bfloat16):
         tensor = torch.from_numpy(x).to(narrow)
-        values, scale = ltx2rt_cuda.ops.products.quantise_rows(tensor)
+        values, scale = products.quantise_rows(tensor)
         expected, expected_scale = quantise_rows(tensor.float().numpy())
         assert np.array_equal(values.view(torch.uint8).numpy(), expected.view(np.uint8))
         assert np.array_equal(scale.numpy(), expected_scale)
@@ -75,7 +75,7 @@ def test_linear_errs_by_the_numbers_precision_whatever_its_length(columns):
     x, weight = rng.standard_normal((128, columns)), rng.standard_normal((96, columns))
     values, scale = quantise_rows(weight)
     plan = {"num_contracted": 1, "out_shape": (96,)}
-    y = ltx2rt_cuda.ops.products.quantised_linear(
+    y = products.quantised_linear(
         torch.from_numpy(x).float(), torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn),
         torch.from_numpy(scale), **plan,
     )  # fmt: skip
@@ -89,27 +89,24 @@ def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     x, weight, bias = (
         torch.randn(n, generator=generator).bfloat16() for n in ((3, 5, 2, 32), (48, 64), (48,))
     )
-    values, scale = ltx2rt_cuda.ops.products.quantise_rows(weight)
+    values, scale = products.quantise_rows(weight)
     operands, plan = (x, values, scale, bias), {"num_contracted": 2, "out_shape": (12, 4)}
-    assert ltx2rt_cuda.ops.products.float8_road(values, x.dtype) == "float32"
-    expected = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
+    assert products.float8_road(values, x.dtype) == "float32"
+    expected = products.quantised_linear(*operands, **plan)
     for road in ("tensor", "bfloat16"):
-        monkeypatch.setattr(ltx2rt_cuda.ops.products, "float8_road", lambda *_, road=road: road)
-        found = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
+        monkeypatch.setattr(products, "float8_road", lambda *_, road=road: road)
+        found = products.quantised_linear(*operands, **plan)
         assert relative_l2(found.float(), expected.float()) <= 2**-8
-    monkeypatch.setattr(ltx2rt_cuda.ops.products, "float8_road", lambda *_: "rows")
-    y = ltx2rt_cuda.ops.products.quantised_linear(*operands, **plan)
+    monkeypatch.setattr(products, "float8_road", lambda *_: "rows")
+    y = products.quantised_linear(*operands, **plan)
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
     # Bfloat16 keeps 8 bits; the bias may be added after.
     assert relative_l2(y.float(), expected.float()) <= 2**-8
-    monkeypatch.setattr(ltx2rt_cuda.ops.products, "LONG_ROWS", 32)
+    monkeypatch.setattr(products, "LONG_ROWS", 32)
     rows = []  # a product of few long rows there is none of
-    monkeypatch.setattr(
-        torch, "_scaled_mm", lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48)
-    )
-    assert ltx2rt_cuda.ops.products.quantised_linear(
-        *operands, **plan
-    ).shape == y.shape and rows == [272]
+    counted = lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48)  # noqa: E731
+    monkeypatch.setattr(torch, "_scaled_mm", counted)
+    assert products.quantised_linear(*operands, **plan).shape == y.shape and rows == [272]
 
 
 def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch):
@@ -117,9 +114,9 @@ def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch
     real, cpu = torch._scaled_mm, torch.device("cpu")
 
     def road(product):
-        ltx2rt_cuda.ops.products.tried_road.cache_clear()
+        products.tried_road.cache_clear()
         monkeypatch.setattr(torch, "_scaled_mm", product)
-        return ltx2rt_cuda.ops.products.tried_road(cpu)
+        return products.tried_road(cpu)
 
     def tensor_scales_alone(a, b, scale_a, scale_b, *bias, **how):
         if scale_a.numel() > 1:
@@ -134,7 +131,7 @@ def test_the_fastest_product_that_gives_the_defined_numbers_is_taken(monkeypatch
 
     assert (road(real), road(tensor_scales_alone)) == ("rows", "tensor")
     assert (road(none), road(other_numbers)) == ("bfloat16", "bfloat16")
-    ltx2rt_cuda.ops.products.tried_road.cache_clear()
+    products.tried_road.cache_clear()
 
 
 # --- the pass -------------------------------------------------------------------------------------
@@ -206,11 +203,8 @@ def test_norms_quantise_the_rows_of_all_products_behind_them(stage, monkeypatch)
     (body,) = (n.repeat.body for n in graph.nodes if n.op == "repeat")
     found = QuantisedRows.of(body)
     assert len(found.reads) == ops(body)["quantised_linear"] == 12 and found.unread
-    draw, given = np.random.default_rng(0), {}
-    for name, v in graph.inputs.items():
-        x = draw.standard_normal(v.type.shape, np.float32)
-        given[name] = np.ones_like(x, np.int32) if v.type.dtype == "int32" else x
-    run = partial(run_graph, "cuda", graph, random_params(graph), given)
+    one = Case.drawn(graph)
+    run = partial(run_graph, "cuda", graph, one.params, one.inputs)
     at_once = run()
     monkeypatch.setattr(ltx2rt_cuda.lower, "QuantisedRows", SimpleNamespace(of=lambda _: found))
     found.reads.clear(), found.numbers.clear(), found.unread.clear()
@@ -287,9 +281,7 @@ def test_loading_reads_every_tensor_once_and_quantises_it(kind):
     graph, source = pack(quantise(stack(dtype="bfloat16"))), CountingSource(params())
     weights = get_backend(kind, "cpu").load([graph], source)
     assert source.reads == {(name,): 1 for name in params()}
-    (name,) = (
-        n for n in graph.all_params() if n.endswith("up.weight") or n.endswith("to_q.weight")
-    )
+    (name,) = (n for n in graph.all_params() if n.endswith(("up.weight", "to_q.weight")))
     assert name == "blocks.1+*.up.weight | blocks.1+*.to_q.weight"
     (scale,) = (n for n in graph.all_params() if n.endswith("to_q.weight scale"))
     for i in range(LAYERS - 2):
@@ -375,17 +367,14 @@ def check_jax_devices() -> None:
 @cache
 def forward(dtype: str):
     """(graph, inputs) of one transformer of five blocks."""
-    config, rng = replace(transformer_config("2.3"), num_layers=LAYERS), np.random.default_rng(2)
-    video, audio = positions()
+    config, (video, audio) = replace(transformer_config("2.3"), num_layers=LAYERS), positions()
     feeds = transformer.position_feeds(config, video, audio)
     for name, tokens in (("video", video.shape[1]), ("audio", audio.shape[1])):
         feeds |= transformer.level_feeds(name, np.full((1, tokens), 0.6))
     counts = transformer.coordinate_counts(feeds)
     structure = transformer.ForwardShape(1, video.shape[1], audio.shape[1], TEXT, counts)
     graph = transformer.trace(config, structure, dtype)
-    for name, v in graph.inputs.items():
-        feeds.setdefault(name, rng.standard_normal(v.type.shape, np.float32))
-    return graph, {name: feeds[name] for name in graph.inputs}
+    return graph, Case.drawn(graph, feeds).inputs
 
 
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])

@@ -12,8 +12,6 @@ from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ops import OPS
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.rotate import rotate
-from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, relative_l2
 from tests.conftest import assert_near
 from tests.placed_cases import case
@@ -33,7 +31,7 @@ def test_values_are_the_same(monkeypatch, name, mesh):
     )
     monkeypatch.setitem(OPS, "expand", copied)
     one = case(name)
-    graph = Placement(PROFILES["hopper"], mesh).local(one.graph, one.network)
+    graph = one.placed(mesh)
     rotated = rotate(graph)
     assert rotated is not graph and rotated.parameters() == graph.parameters()
     expected = interpret(graph, one.params, one.inputs)

@@ -23,7 +23,7 @@ from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import State
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.checkpoint import RenamedSource, open_checkpoint
-from tests.conftest import refused
+from tests.conftest import normal, refused
 
 # The released strides, so that cells are 2 frames by 8 px; windows small.
 CONFIG = DiffusionDecoderConfig(
@@ -87,10 +87,6 @@ def whole(latent, noise, weights=None) -> np.ndarray:
     return run_graph("cuda", graph, weights or params(), {"features": features, "noise": noise})[
         "frames"
     ]
-
-
-def normal(*shape: int, seed: int = 7) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)
 
 
 def drawn(seed: int, frames: int, rows: int, columns: int) -> np.ndarray:

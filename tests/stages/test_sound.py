@@ -19,6 +19,7 @@ from ltx2rt.stages.sound import Chunk, Chunks, Sound, chunks, decode_sound
 from ltx2rt.stages.stage import State
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.presets import preset
+from tests.conftest import normal
 
 # Relative L2 in float32: sums of another order. 2.3's sines and the logarithm of small magnitudes
 # amplify them, as they do what two backends differ by. Reached: 2e-7, 2e-5.
@@ -42,10 +43,6 @@ VOCODERS = {
                          generator("snakebeta", "none", 15, 17), stft_size=20, stft_hop=5,
                          stft_mels=4, input_sample_rate=1000, sample_rate=3000),
 }  # fmt: skip
-
-
-def normal(*shape: int) -> np.ndarray:
-    return np.random.default_rng(5).standard_normal(shape, dtype=np.float32)
 
 
 def layered(x: np.ndarray) -> np.ndarray:
