@@ -7,6 +7,7 @@ import numpy as np
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import TransformerConfig
+from ltx2rt.graph import Graph, trace
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
@@ -52,6 +53,15 @@ def step_graph(rows: int = 2, dtype: str = "float32"):
         branches, 3 * rows, AUDIO_TOKENS, TEXT, counts, video_levels=2, stg_blocks=(0,)
     )
     return guided_step.trace(CONFIG, structure, dtype)
+
+
+def double() -> Graph:
+    return trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
+
+
+def one_number(x: float) -> dict[str, np.ndarray]:
+    """The input of `double`."""
+    return {"x": np.array([x], np.float32)}
 
 
 def loop_graph(**step):

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.backend import get_backend
-from ltx2rt.graph import Graph, trace
+from ltx2rt.graph import Graph
 from ltx2rt.models import transformer
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.interleave import TOKENS, interleave
@@ -39,6 +39,7 @@ from ltx2rt.testing import ArraySource
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
+from tests.backends.loops import double, one_number
 from tests.placed_cases import NAMES, case, lora_arrays
 from tests.virtual import forked
 
@@ -87,10 +88,8 @@ def write_inputs(folder: Path) -> None:
     for name in NAMES:
         write_arrays(folder / f"params-{name}.safetensors", case(name).params)
     for generation in ("2.0", "2.3"):
-        write_arrays(
-            folder / f"lora-{generation}.safetensors",
-            lora_arrays(case(f"guided-{generation}").params),
-        )
+        arrays = lora_arrays(case(f"guided-{generation}").params)
+        write_arrays(folder / f"lora-{generation}.safetensors", arrays)
     specs = big_graph().parameters()
     infos = {name: TensorInfo(spec.shape, DTYPES["BF16"]) for name, spec in specs.items()}
     blocks = {name: np.ones(info.shape, info.dtype) for name, info in infos.items()}
@@ -102,9 +101,8 @@ def source_of(run: Run, folder: Path, merge):
     source = ArraySource(case(run.name, run.dtype).params)
     if not run.lora:
         return source
-    return MergedSource(
-        source, [open_lora(folder / f"lora-{run.name[-3:]}.safetensors")], run.dtype, merge
-    )
+    lora = open_lora(folder / f"lora-{run.name[-3:]}.safetensors")
+    return MergedSource(source, [lora], run.dtype, merge)
 
 
 def run_all(kind: str, devices: int, folder: Path) -> dict:
@@ -180,15 +178,14 @@ def shared_calls(devices: int) -> dict[str, Any]:
     last.
     """
     backend = get_backend("cuda", "cpu", {"tensor": devices})
-    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
-    program, taken, found = backend.lower(graph), [], []
+    program, taken, found = backend.lower(double()), [], []
 
     def calls(until: int = 10):
         for i in range(10):
             if backend.agree(backend.position.rank == 1 and i == until):
                 raise InterruptedError
             taken.append(i)
-            yield program, {}, {"x": np.array([i], np.float32)}
+            yield program, {}, one_number(i)
 
     results = backend.each(calls(), "y")
     next(results)
@@ -198,18 +195,16 @@ def shared_calls(devices: int) -> dict[str, Any]:
         deque(backend.each(calls(until=4), "y"), maxlen=0)
     except InterruptedError:
         found.append(len(taken) - found[0])
-    values = [
-        None if y is None else float(backend.to_host(y)[0]) for y in backend.each(calls(), "y")
-    ]
+    made = backend.each(calls(), "y")
+    values = [None if y is None else float(backend.to_host(y)[0]) for y in made]
     return {"taken": found, "values": values}
 
 
 def big_graph(dtype: str = "bfloat16") -> Graph:
     """LTX-2.3's transformer, real depth and 3/32 of its width: 360 MB."""
     config = replace(preset("ltx-2.3").config.transformer, num_heads=3, audio_num_heads=3)
-    return transformer.trace(
-        config, transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES)), dtype
-    )
+    shape = transformer.ForwardShape(1, 1, 1, 1, (1,) * len(transformer.TABLES))
+    return transformer.trace(config, shape, dtype)
 
 
 def anonymous_bytes() -> int:
@@ -249,13 +244,9 @@ def rank_main(devices: int, rank: int, folder: Path, measure: bool = False) -> N
     if measure:
         name, found = "big", measured_load("cuda", {"tensor": devices}, folder)
     else:
-        name, executed = f"cuda-{devices}", run_all("cuda", devices, folder)
-        found = {
-            "executed": executed,
-            "requested": requested_bytes(devices, folder),
-            "agreed": agreed(devices),
-        }
-        found["shared"] = shared_calls(devices)
+        name, found = f"cuda-{devices}", {"executed": run_all("cuda", devices, folder)}
+        found["requested"] = requested_bytes(devices, folder)
+        found["agreed"], found["shared"] = agreed(devices), shared_calls(devices)
     (folder / f"{name}-rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

@@ -44,9 +44,8 @@ def network(name: str) -> Case:
     if name == "transformer":
         one = case("forward-2.3")
         keep = np.eye(2, dtype=np.float32)  # every layer's attention counts in one sample
-        return replace(
-            one, inputs=one.inputs | {k: keep for k in one.inputs if k.endswith("_keep")}
-        )
+        kept = {k: keep for k in one.inputs if k.endswith("_keep")}
+        return replace(one, inputs=one.inputs | kept)
     graph = video_vae.trace_decoder(preset("tiny-2.3").config.video_vae, 1, 2, 2, 2, "float32")
     latent = np.random.default_rng(0).standard_normal(graph.inputs["latent"].type.shape, np.float32)
     return Case(name, graph, random_params(graph), {"latent": latent})
@@ -58,11 +57,8 @@ NETWORKS = ("transformer", "video-decoder")
 @cache
 def probes(name: str) -> dict[str, np.ndarray]:
     """Random weights of a loss that is linear in the outputs: each one's gradient counts."""
-    rng = np.random.default_rng(5)
-    return {
-        k: rng.standard_normal(v.type.shape, np.float32)
-        for k, v in network(name).graph.outputs.items()
-    }
+    rng, outputs = np.random.default_rng(5), network(name).graph.outputs
+    return {k: rng.standard_normal(v.type.shape, np.float32) for k, v in outputs.items()}
 
 
 @cache
@@ -105,9 +101,8 @@ def jax_results(module, name: str) -> tuple[dict[str, np.ndarray], dict[str, np.
 def test_module_gives_what_the_program_gives(kind, name):
     one, backend = network(name), get_backend(kind, "cpu")
     plain = {"fused": False} if kind == "cuda" else {}  # what is fused adds up in another order
-    expected = backend.lower(one.graph, **plain)(
-        backend.load([one.graph], ArraySource(one.params)), one.inputs
-    )
+    weights = backend.load([one.graph], ArraySource(one.params))
+    expected = backend.lower(one.graph, **plain)(weights, one.inputs)
     module = torch_module(name) if kind == "cuda" else jax_module(name)
     outputs = module(**one.inputs)
     assert outputs.keys() == expected.keys()
@@ -118,14 +113,10 @@ def test_module_gives_what_the_program_gives(kind, name):
 
 def test_module_of_a_program_is_that_of_its_graph():
     one = network("transformer")
-    for backend, make in (
-        (get_backend("cuda", "cpu"), as_module),
-        (TpuBackend("cpu"), partial(as_nnx, device="cpu")),
-    ):
-        program = backend.lower(one.graph)
+    for kind, make in (("cuda", as_module), ("tpu", partial(as_nnx, device="cpu"))):
+        program = get_backend(kind, "cpu").lower(one.graph)
         module = make(program, ArraySource(one.params))
-        graph = module.graph if make is as_module else module.program.graph
-        assert graph is program.graph
+        assert (module if kind == "cuda" else module.program).graph is program.graph
 
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
@@ -142,13 +133,9 @@ def test_parameters_have_the_checkpoints_names(tiny, generation):
         assert tensor.dtype == torch.bfloat16
         assert np.array_equal(tensor.float().numpy(), stored.astype(np.float32)), name
     weights = as_nnx(graph, source, "cpu").weights
-    expanded = {
-        name.replace("*", str(i))
-        for name, (_, n) in graph.all_params().items()
-        for i in range(n)
-        if name in weights
-    }
-    assert expanded == state.keys() and set(weights) == graph.all_params().keys()
+    params = graph.all_params()
+    expanded = {n.replace("*", str(i)) for n, (_, count) in params.items() for i in range(count)}
+    assert expanded == state.keys() and set(weights) == params.keys()
 
 
 @pytest.mark.slow
@@ -223,15 +210,14 @@ def test_lora_trains_through_a_parametrized_weight():
     inputs = network("transformer").inputs
     before = torch_module("transformer")(**network("transformer").inputs)
     linear = module.get_submodule("model.diffusion_model.transformer_blocks.1.attn1.to_q")
-    torch.nn.utils.parametrize.register_parametrization(
-        linear, "weight", Lora(linear.weight.shape, 2)
-    )
+    lora = Lora(linear.weight.shape, 2)
+    torch.nn.utils.parametrize.register_parametrization(linear, "weight", lora)
     assert torch.equal(module(**inputs)["video_velocity"], before["video_velocity"].detach())
     trained = [p for p in module.parameters() if p.requires_grad]
     assert len(trained) == 2
     optimizer = torch.optim.SGD(trained, 0.1)
     losses = []
-    for _ in range(4):
+    for _ in range(3):
         optimizer.zero_grad()
         value = module(**inputs)["video_velocity"].square().mean()
         value.backward()
@@ -324,12 +310,9 @@ def test_bad_inputs_and_weights_are_refused_by_name(make):
         module(latents=one.inputs["latent"])
     with pytest.raises(ValueError, match=r"input latent has shape \(2, 2\), expected f32"):
         module(latent=np.ones((2, 2), np.float32))
-    lost, *_ = one.params
+    _, *left = one.params
     with refused("1 parameters have no tensor"):
-        make(
-            one.graph,
-            ArraySource({name: array for name, array in one.params.items() if name != lost}),
-        )
+        make(one.graph, ArraySource({name: one.params[name] for name in left}))
 
 
 def test_torch_module_of_a_placed_graph_is_refused():
@@ -345,20 +328,19 @@ def run_on_mesh(folder: Path) -> None:
     # Not packed: the checkpoint's parameters.
     graph = place(one.graph, PROFILES["hopper"].rules["transformer"], MESH)
     module = as_nnx(graph, source, "cpu")
-    packed = as_nnx(
-        Placement(PROFILES["hopper"], MESH).local(one.graph, "transformer"), source, "cpu"
-    )
-    state = nnx.state(module.weights)
+    local = Placement(PROFILES["hopper"], MESH).local(one.graph, "transformer")
+    state, packed = (nnx.state(m.weights) for m in (module, as_nnx(local, source, "cpu")))
+
+    def specs(state) -> dict[str, tuple]:
+        return {k: tuple(v.get_value()) for k, v in nnx.get_partition_spec(state).items()}
+
     laid = {
-        "specs": {k: tuple(v.get_value()) for k, v in nnx.get_partition_spec(state).items()},
+        "specs": specs(state),
         "arrays": {k: tuple(v.get_value().sharding.spec) for k, v in state.items()},
         "devices": [len(v.get_value().sharding.device_set) for v in state.values()],
         "expected": {k: tuple(v) for k, v in weight_specs(graph).items()},
-        "packed": {
-            k: tuple(v.get_value())
-            for k, v in nnx.get_partition_spec(nnx.state(packed.weights)).items()
-        },
-        "expected packed": {k: tuple(v) for k, v in weight_specs(packed.program.graph).items()},
+        "packed": specs(packed),
+        "expected packed": {k: tuple(v) for k, v in weight_specs(local).items()},
     }
     (folder / "laid.json").write_text(json.dumps(laid))
     outputs, gradients = jax_results(module, "transformer")
@@ -378,9 +360,8 @@ def test_sharding_metadata_is_the_graphs(on_mesh):
     laid = json.loads((on_mesh / "laid.json").read_text())
     assert laid["specs"] == laid["arrays"] == laid["expected"]
     assert set(laid["devices"]) == {4}
-    assert sum(spec != [] for spec in laid["specs"].values()) >= 40, (
-        "most weights of a block are split"
-    )
+    # most weights of a block are split
+    assert sum(spec != [] for spec in laid["specs"].values()) >= 40
     assert laid["packed"] == laid["expected packed"] and any("|" in name for name in laid["packed"])
 
 

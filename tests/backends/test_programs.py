@@ -8,7 +8,7 @@ import sys
 import threading
 from concurrent.futures import wait
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 from ltx2rt_tpu.ops import ON_TPU, OPS
-from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled
+from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled, compilations
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
@@ -34,9 +34,11 @@ from tests.backends.loops import (
     SIGMAS,
     assert_bitwise,
     denoise,
+    double,
     fresh,
     job,
     loop_graph,
+    one_number,
     run,
     shared,
     step_graph,
@@ -46,24 +48,19 @@ from tests.backends.loops import (
 @pytest.fixture
 def xla_compilations():
     """The number of XLA compilations so far, as a function."""
-    seen = []
-
-    def listen(event: str, duration: float, **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            seen.append(duration)
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    yield lambda: len(seen)
-    jax.monitoring.unregister_event_duration_listener(listen)
+    seen = compilations()
+    return lambda: len(seen)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_denoise_equals_the_step_called_by_hand(name):
-    work, params = job(1), random_params(step_graph())
+    work, backend, graph = job(1), shared(name)[0], step_graph()
+    step, weights = backend.lower(graph), backend.load([graph], ArraySource(random_params(graph)))
     state, steps = dict(work["state"]), denoise(shared(name), SIGMAS, **work)
     for i, outputs in enumerate(steps):
         pair = {"sigmas": SIGMAS[i : i + 2]}
-        by_hand = run_graph(name, step_graph(), params, work["constants"] | state | pair)
+        found = step(weights, work["constants"] | state | pair)
+        by_hand = {key: backend.to_host(x) for key, x in found.items()}
         for key, expected in by_hand.items():
             # What was hoisted runs in other batches: rounding, carried over the steps.
             assert relative_l2(outputs[key], expected) <= 1e-5, f"step {i}, {key}"
@@ -123,12 +120,11 @@ def test_what_is_built_is_built_once_and_again_when_it_was_released(name):
     denoise((backend, backend.lower_loop(loop.graph), weights), SIGMAS[:2], **work)
     assert backend.num_built == built + 4
 
-    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
-    program, x, before = backend.lower(graph), {"x": np.ones(1, np.float32)}, built + 4
+    program, before = backend.lower(double()), built + 4
     for release, expected in ((False, 1), (False, 1), (True, 2)):
         if release:
             program.release()
-        assert backend.to_host(program({}, x)["y"]) == [2]
+        assert backend.to_host(program({}, one_number(1))["y"]) == [2]
         assert backend.num_built == before + expected
 
 
@@ -168,12 +164,13 @@ def ahead():
     """A backend, a loop with its weights, and an assembled and a plain program of no weights, each
     with its inputs."""
     backend, loop, weights = fresh("tpu")
-    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
-    x = {"x": np.ones(1, np.float32)}
     calls = {
         "loop": (loop, lambda: denoise((backend, loop, weights), SIGMAS, **job(4))),
-        "plain": (program := backend.lower(graph), lambda: program({}, x)),
-        "assembled": (parts := Assembled(graph, backend.place), lambda: parts({}, x)),
+        "plain": (program := backend.lower(double()), lambda: program({}, one_number(1))),
+        "assembled": (
+            parts := Assembled(double(), backend.place),
+            lambda: parts({}, one_number(1)),
+        ),
     }
     yield backend, calls
     backend.compilers.shutdown()
@@ -182,26 +179,27 @@ def ahead():
 @pytest.mark.parametrize(
     "kind,count,reshapes", [("loop", 2, 0), ("plain", 1, 0), ("assembled", 1, 2)]
 )
-def test_what_is_compiled_ahead_is_not_compiled_by_its_call(
-    ahead, xla_compilations, kind, count, reshapes
+def test_a_program_is_compiled_ahead_or_by_its_call(
+    ahead, xla_compilations, monkeypatch, kind, count, reshapes
 ):
-    """reshapes: those around executables, which XLA compiles one by one."""
+    """A failure ahead is that of the call, and the next one tries again; a call compiles what still
+    waits for a thread. reshapes: those around executables, which XLA compiles one by one."""
     backend, calls = ahead
     program, call = calls[kind]
-    before = xla_compilations()
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "compile_now", lambda each: 1 / 0)
+        (started,) = backend.compile_ahead([(program, False)])
+        wait([started])
+        with pytest.raises(ZeroDivisionError):
+            call()
+    before, free = xla_compilations(), threading.Event()
     for called in (0, reshapes):
         (started,) = backend.compile_ahead([(program, False)])
         started.result()
         assert xla_compilations() == before + count + called
         call()
     assert xla_compilations() == before + count + reshapes
-
-
-@pytest.mark.parametrize("kind", ["loop", "plain", "assembled"])
-def test_what_waits_for_another_is_compiled_by_its_call(ahead, kind):
-    backend, calls = ahead
-    program, call = calls[kind]
-    free = threading.Event()
+    program.release()
     for _ in range(backend.compilers._max_workers):
         backend.compilers.submit(free.wait)
     try:
@@ -212,24 +210,6 @@ def test_what_waits_for_another_is_compiled_by_its_call(ahead, kind):
         free.set()
     (again,) = backend.compile_ahead([(program, False)])
     again.result()
-
-
-@pytest.mark.parametrize("kind", ["loop", "plain", "assembled"])
-def test_a_failure_ahead_is_that_of_the_call_and_the_next_one_tries_again(ahead, kind, monkeypatch):
-    backend, calls = ahead
-    program, call = calls[kind]
-    with monkeypatch.context() as patch:
-        patch.setattr(program, "compile_now", lambda each: 1 / 0)
-        (started,) = backend.compile_ahead([(program, False)])
-        wait([started])
-        with pytest.raises(ZeroDivisionError):
-            call()
-    call()
-
-
-def test_listener_sees_a_compilation(xla_compilations):
-    jax.jit(lambda x: x * 3.25 + 1)(np.ones(17, np.float32))
-    assert xla_compilations() == 1
 
 
 def test_torch_lowers_once_however_often_it_is_called(monkeypatch):
@@ -256,9 +236,8 @@ def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
         return lambda *args: runs.append(1) or module(*args)
 
     torch._dynamo.reset()
-    monkeypatch.setattr(
-        torch, "compile", functools.partial(torch.compile, backend=counting, fullgraph=True)
-    )
+    compile = functools.partial(torch.compile, backend=counting, fullgraph=True)
+    monkeypatch.setattr(torch, "compile", compile)
     handle = fresh("cuda", compile=True)
     monkeypatch.undo()
     for seed in (10, 11):
@@ -282,16 +261,12 @@ def test_inductor_runs_a_compiled_block():
 
     def model(o):
         x, gain = o.input("x", tokens=5, D=8), o.input("gain", layers=LAYERS)
-        return {
-            "y": o.repeat(block, LAYERS, {"x": x}, data={"gain": gain}, prefix="layers.*.")[0]["x"]
-        }
+        made, _ = o.repeat(block, LAYERS, {"x": x}, data={"gain": gain}, prefix="layers.*.")
+        return {"y": made["x"]}
 
     graph = trace("stack", model, "float32")
-    params, rng = random_params(graph), np.random.default_rng(0)
-    inputs = {
-        "x": rng.standard_normal((5, 8), np.float32),
-        "gain": np.array([0.5, 1, 2], np.float32),
-    }
+    params, gain = random_params(graph), np.array([0.5, 1, 2], np.float32)
+    inputs = {"x": np.random.default_rng(0).standard_normal((5, 8), np.float32), "gain": gain}
     backend = get_backend("cuda", "cpu")
     program = backend.lower(graph, compile=True)
     y = backend.to_host(program(backend.load([graph], ArraySource(params)), inputs)["y"])
@@ -312,12 +287,11 @@ KNOWN = {LEVEL: 1, "xla_llvm_disable_expensive_passes": True}  # to every XLA
 def test_programs_on_a_cpu_take_the_options_that_nobody_gave_and_xla_knows(
     monkeypatch, known, flags, left
 ):
+    program = ltx2rt_tpu.program
     monkeypatch.setenv("XLA_FLAGS", flags)
-    monkeypatch.setattr(ltx2rt_tpu.program, "ON_CPU", known)
-    monkeypatch.setattr(
-        ltx2rt_tpu.program, "_options_on_cpu", ltx2rt_tpu.program._options_on_cpu.__wrapped__
-    )
-    assert ltx2rt_tpu.program.compiler_options(products(10**6), here()) == left
+    monkeypatch.setattr(program, "ON_CPU", known)
+    monkeypatch.setattr(program, "_options_on_cpu", program._options_on_cpu.__wrapped__)
+    assert program.compiler_options(products(10**6), here()) == left
 
 
 def here() -> jax.sharding.SingleDeviceSharding:
@@ -326,20 +300,17 @@ def here() -> jax.sharding.SingleDeviceSharding:
 
 def products(rows: int):
     """2e6 FLOP for each row."""
-    return trace(
-        "products",
-        lambda o: {"y": o.linear(o.input("x", rows=rows, D=1000), "w", {"D": 1000})},
-        "float32",
-    )
+
+    def model(o):
+        return {"y": o.linear(o.input("x", rows=rows, D=1000), "w", {"D": 1000})}
+
+    return trace("products", model, "float32")
 
 
 def test_little_work_is_compiled_quickly(monkeypatch):
+    options = ltx2rt_tpu.program.compiler_options
     monkeypatch.setattr(ltx2rt_tpu.program, "_options_on_cpu", lambda: ON_CPU)
-    levels = [
-        ltx2rt_tpu.program.compiler_options(products(rows), here())[LEVEL]
-        for rows in (10**4, 10**5)
-    ]
-    assert levels == [0, 1]
+    assert [options(products(rows), here())[LEVEL] for rows in (10**4, 10**5)] == [0, 1]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -355,20 +326,21 @@ def test_unrolled_layers_agree_with_the_loop_over_layers(name):
 def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
     """Interleaved on one program with other weights and lengths, then each by itself."""
     backend, loop, weights = shared(name)
-    other = backend.load([loop.graph], ArraySource(random_params(loop.graph, seed=1)))
+    source = ArraySource(random_params(loop.graph, seed=1))
     first, second = job(14), job(15, GUIDANCE * np.float32(1.3))
     runs = [
         run((backend, loop, weights), SIGMAS, **first),
-        run((backend, loop, other), SIGMAS[1:], **second),
+        run((backend, loop, backend.load([loop.graph], source)), SIGMAS[1:], **second),
     ]
     together = [[], []]
-    for _ in range(len(SIGMAS) - 1):
-        for steps, found in zip(runs, together, strict=True):
-            outputs = next(steps, None)
+    for pair in zip_longest(*runs):
+        for outputs, found in zip(pair, together, strict=True):
             if outputs is not None:
                 found.append({key: backend.to_host(x) for key, x in outputs.items()})
-    assert_bitwise(together[0], denoise(fresh(name), SIGMAS, **first))
-    assert_bitwise(together[1], denoise(fresh(name, seed=1), SIGMAS[1:], **second))
+    own, alone, weights = fresh(name)
+    assert_bitwise(together[0], denoise((own, alone, weights), SIGMAS, **first))
+    weights = own.load([alone.graph], source)
+    assert_bitwise(together[1], denoise((own, alone, weights), SIGMAS[1:], **second))
 
 
 @pytest.mark.parametrize(
@@ -382,10 +354,7 @@ def test_a_tpu_runs_its_own_form_of_an_op(platform, kind):
     programs += [ltx2rt_tpu.program.Program(graph, place, False), Assembled(graph, place)]
     for program in programs:
         for name, function in ON_TPU.items():
-            assert program.ops[name] is (function if platform == "tpu" else OPS[name]), (
-                program,
-                name,
-            )
+            assert program.ops[name] is (function if platform == "tpu" else OPS[name]), name
 
 
 def on_devices(*words) -> dict:
@@ -412,16 +381,13 @@ def test_jax_denoises_in_halves_as_it_does_whole(tiny, branches, after):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_calls_stopped_by_their_reader_leave_one_under_way(name):
     backend, taken = get_backend(name, "cpu"), []
-    program = backend.lower(
-        trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
-    )
+    program = backend.lower(double())
     for stop in (1, 3):
         taken.clear()
-        inputs = ({"x": np.array([taken.append(x) or x], np.float32)} for x in range(10))
+        inputs = (one_number(taken.append(x) or x) for x in range(10))
         results = backend.each(((program, {}, one) for one in inputs), "y")
-        assert [float(backend.to_host(next(results))[0]) for _ in range(stop)] == [
-            2 * x for x in range(stop)
-        ]
+        found = [float(backend.to_host(next(results))[0]) for _ in range(stop)]
+        assert found == [2 * x for x in range(stop)]
         results.close()
         assert len(taken) == stop + 1
 
@@ -429,12 +395,11 @@ def test_calls_stopped_by_their_reader_leave_one_under_way(name):
 @pytest.mark.parametrize("name", BACKENDS)
 def test_loading_shares_no_memory_with_its_source(name):
     """A source may be a file map that is closed, or an array that its owner changes."""
-    graph = trace(
-        "scale",
-        lambda o: {"y": o.mul(o.input("x", D=4096), o.param("gain.weight", D=4096))},
-        "float32",
-    )
-    gain = np.ones(4096, np.float32)
+
+    def model(o):
+        return {"y": o.mul(o.input("x", D=4096), o.param("gain.weight", D=4096))}
+
+    graph, gain = trace("scale", model, "float32"), np.ones(4096, np.float32)
     backend = get_backend(name, "cpu")
     weights = backend.load([graph], ArraySource({"gain.weight": gain}))
     gain[:] = 7
@@ -447,9 +412,8 @@ def test_misshapen_input_is_refused_by_name(name):
     _, loop, weights = shared(name)
     work = job(16)
     inputs = work["constants"] | work["state"] | {"sigmas": SIGMAS[:3]}
-    with pytest.raises(
-        ValueError, match=r"denoise: input sigmas has shape \(3,\), expected f32\[steps=8, ends=2\]"
-    ):
+    said = r"denoise: input sigmas has shape \(3,\), expected f32\[steps=8, ends=2\]"
+    with pytest.raises(ValueError, match=said):
         next(loop(weights, inputs, 2))
 
 
@@ -460,9 +424,8 @@ def test_abstract_weights_are_the_loaded_ones():
     abstract = abstract_weights(program.graph, program.place)
     assert abstract.keys() == weights.keys()
     for name, array in weights.items():
-        expected = abstract[name]
-        assert array.shape == expected.shape and array.dtype == expected.dtype, name
-        assert array.sharding == expected.sharding, name
+        for fact in ("shape", "dtype", "sharding"):
+            assert getattr(array, fact) == getattr(abstract[name], fact), name
 
 
 def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
@@ -470,10 +433,8 @@ def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
     from jax.sharding import PartitionSpec as P
     from ltx2rt_tpu.weights import weight_layout
 
-    shapes = ((64, 256), (6, 256), (64,))
-    matrix, table, norm = (
-        Type(("out", "in")[-len(shape) :], shape, "bfloat16") for shape in shapes
-    )
+    matrix, table = (Type(("out", "in"), (n, 256), "bfloat16") for n in (64, 6))
+    norm = Type(("in",), (64,), "bfloat16")
     assert weight_layout("blocks.*.to_q.weight", matrix, P(), "TPU7x").tiling == ((16, 128), (2, 1))
     for name, type, spec, kind in (
         ("blocks.*.to_q.weight", matrix, P(), "TPU v6 lite"),

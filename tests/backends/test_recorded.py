@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from ltx2rt.backend import get_backend
-from ltx2rt.graph import trace
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from tests.backends.loops import GUIDANCE, SIGMAS, assert_bitwise, denoise, fresh, job, loop_graph
+from tests.backends.loops import (
+    GUIDANCE,
+    SIGMAS,
+    assert_bitwise,
+    denoise,
+    double,
+    fresh,
+    job,
+    loop_graph,
+    one_number,
+)
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
@@ -109,9 +118,7 @@ def test_a_recorded_collective_is_replayed_and_lets_its_process_end():
 
 def test_a_result_reaches_the_host_while_the_next_call_runs():
     backend = get_backend("cuda", "cuda")
-    program = backend.lower(
-        trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
-    )
+    program = backend.lower(double())
 
     def slow(weights, inputs):
         if inputs["x"] == 2:
@@ -119,7 +126,7 @@ def test_a_result_reaches_the_host_while_the_next_call_runs():
         return program(weights, inputs)
 
     slow.graph = program.graph
-    results = backend.each([(slow, {}, {"x": np.array([x], np.float32)}) for x in (1, 2)], "y")
+    results = backend.each([(slow, {}, one_number(x)) for x in (1, 2)], "y")
     assert backend.to_host(next(results)) == 2
     assert not torch.cuda.current_stream().query(), "the second call has ended already"
     assert backend.to_host(next(results)) == 4

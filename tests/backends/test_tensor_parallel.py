@@ -31,10 +31,11 @@ from tests.virtual import xla_flags
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of summation
 HERE = Path(__file__).parent
-BLOCKS = re.compile(r"transformer_blocks\.\d+\.")
-TRANSFORMER_SPLIT = re.compile(
-    r"to_(q|k|v|gate_logits)\.(weight|bias)|[qk]_norm\.weight|net\.0\.proj\.(weight|bias)|(to_out\.0|net\.2)\.weight"
+SPLIT = re.compile(
+    r"transformer_blocks\.\d+\..*(to_(q|k|v|gate_logits)\.(weight|bias)|[qk]_norm\.weight|"
+    r"net\.0\.proj\.(weight|bias)|(to_out\.0|net\.2)\.weight)"
 )
+KINDS = {"cuda": "torch_ranks", "tpu": "jax_devices"}  # fixtures
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def inputs(tmp_path_factory) -> Path:
 
 
 def run_fleet(kind: str, folder: Path, **environment: str) -> Path:
-    # The code that is tested here, wherever it lies.
+    # the code that is tested here, wherever it lies
     path = os.pathsep.join((str(HERE.parents[1]), *sys.path))
     env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"} | environment
     command = [sys.executable, str(HERE / "tensor_parallel_ranks.py"), kind, str(folder)]
@@ -90,59 +91,49 @@ def saved(folder: Path, kind: str, devices: int, run: Run) -> dict[str, np.ndarr
     return dict(np.load(folder / f"{kind}-{devices}-{run}.npz"))
 
 
-def did(folder: Path, devices: int) -> list[dict]:
-    return [
-        json.loads((folder / f"cuda-{devices}-rank{rank}.json").read_text())
-        for rank in range(devices)
-    ]
+def did(folder: Path, devices: int, name: str = "cuda-{}") -> list[dict]:
+    """What each rank wrote."""
+    files = (folder / f"{name.format(devices)}-rank{rank}.json" for rank in range(devices))
+    return [json.loads(file.read_text()) for file in files]
 
 
 def runs(kind: str, *dtypes: str) -> list:
     """(run, devices) of each test."""
-    pairs = [
-        (run, devices) for devices in RANKS for run in runs_on(kind, devices) if run.dtype in dtypes
-    ]
-    return [pytest.param(*pair, id=f"{pair[0]}-{pair[1]}") for pair in pairs]
+    pairs = ((run, devices) for devices in RANKS for run in runs_on(kind, devices))
+    return [pytest.param(r, n, id=f"{r}-{n}") for r, n in pairs if r.dtype in dtypes]
 
 
-@pytest.mark.parametrize(("run", "devices"), runs("cuda", "float32"))
-def test_torch_ranks_equal_one_device(torch_ranks, run, devices):
-    """12 heads on 3 ranks among them, merged LoRAs, and at 4 ranks heads that stay whole."""
-    actual, expected = saved(torch_ranks, "cuda", devices, run), alone(run, torch_ranks)
+@pytest.mark.parametrize(
+    ("kind", "run", "devices"),
+    [
+        pytest.param(kind, *p.values, id=f"{kind}-{p.id}")
+        for kind in KINDS
+        for p in runs(kind, "float32")
+    ],
+)
+def test_ranks_equal_one_device(kind, run, devices, request):
+    """12 heads on 3 ranks among them, merged LoRAs, and at 4 ranks heads that stay whole; JAX's
+    devices under `shard_map`."""
+    folder = request.getfixturevalue(KINDS[kind])
+    actual, expected = saved(folder, kind, devices, run), alone(run, folder)
     assert max(distance(actual, expected).values()) <= CLOSE
     if run.lora:
-        assert min(distance(actual, alone(Run(run.name), torch_ranks)).values()) > 0.1, (
-            "the LoRA changes nothing"
-        )
+        changed = distance(actual, alone(Run(run.name), folder))
+        assert min(changed.values()) > 0.1, "the LoRA changes nothing"
 
 
 def test_torch_ranks_in_bfloat16_err_as_one_device_does(torch_ranks):
-    """Against float32. Each rank rounds its partial sums, at other places than one device rounds
-    whole ones.
-
-    Tiny networks have few values to average over (the rescaling of guidance makes them one), so
-    single errors scatter: the contract's factor 2 holds for each, and on average they are one
-    device's own, plus what the partial sums add.
-    """
+    """Against float32. Tiny networks have few values to average over, so single errors scatter: the
+    contract's factor 2 holds for each, and on average they are one device's own, plus what the
+    roundings of partial sums add."""
     ratios = []
-    for devices in RANKS:
-        for run in runs_on("cuda", devices):
-            if run.dtype == "float32":
-                continue
-            exact = alone(Run(run.name, "float32", run.lora), torch_ranks)
-            single = distance(alone(run, torch_ranks), exact)
-            for key, error in distance(saved(torch_ranks, "cuda", devices, run), exact).items():
-                ratios.append(error / single[key])
-                assert 0 < ratios[-1] <= 2, f"{run}, {devices} ranks, {key}"
+    for run, devices in (p.values for p in runs("cuda", "bfloat16")):
+        exact = alone(Run(run.name, "float32", run.lora), torch_ranks)
+        single = distance(alone(run, torch_ranks), exact)
+        for key, error in distance(saved(torch_ranks, "cuda", devices, run), exact).items():
+            ratios.append(error / single[key])
+            assert 0 < ratios[-1] <= 2, f"{run}, {devices} ranks, {key}"
     assert np.exp(np.mean(np.log(ratios))) <= 1.2
-
-
-@pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
-def test_jax_devices_under_shard_map_equal_one_device(jax_devices, run, devices):
-    assert (
-        max(distance(saved(jax_devices, "tpu", devices, run), alone(run, jax_devices)).values())
-        <= CLOSE
-    )
 
 
 @pytest.mark.parametrize(("run", "devices"), runs("cuda", "float32", "bfloat16"))
@@ -160,9 +151,8 @@ def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, ru
 @pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
 def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, run, devices):
     """JAX makes a psum of each operand; a scan's body is there once."""
-    nodes = [
-        node for node, _ in case(run.name, run.dtype).on(devices).walk() if node.op == "all_reduce"
-    ]
+    graph = case(run.name, run.dtype).on(devices)
+    nodes = [node for node, _ in graph.walk() if node.op == "all_reduce"]
     traced = json.loads((jax_devices / f"tpu-{devices}.json").read_text())[str(run)]
     assert nodes and traced == {"psum": sum(len(node.inputs) for node in nodes)}
 
@@ -171,11 +161,8 @@ def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, ru
 def test_ranks_execute_4_large_and_3_small_all_reduces_a_block(torch_ranks, generation):
     for rank in did(torch_ranks, RANKS[0]):
         executed = rank["executed"][str(Run(f"guided-{generation}", "bfloat16"))]
-        counts = {
-            word: sum(n for op, n in executed.items() if word in op)
-            for word in ("reduce", "bfloat16", "float32")
-        }
-        assert counts == {"reduce": 7 * LAYERS, "bfloat16": 4 * LAYERS, "float32": 3 * LAYERS}
+        for word, count in (("reduce", 7), ("bfloat16", 4), ("float32", 3)):
+            assert sum(n for op, n in executed.items() if word in op) == count * LAYERS
         assert all(op.startswith("all_reduce") for op in executed), "no gather"
 
 
@@ -185,26 +172,17 @@ def test_ranks_agree_on_what_one_of_them_says(torch_ranks, devices):
 
 
 @pytest.mark.parametrize("devices", RANKS)
-@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("text")])
-def test_ranks_request_their_slices_once_and_whole_tensors_each(torch_ranks, name, devices):
-    split = whole = 0
-    for tensor, array in case(name).params.items():
-        if BLOCKS.search(tensor) and TRANSFORMER_SPLIT.search(tensor):
-            split += array.nbytes
-        else:
-            whole += array.nbytes
-    assert split > whole
-    assert [rank["requested"][name] for rank in did(torch_ranks, devices)] == [
-        split // devices + whole
-    ] * devices
-
-
-@pytest.mark.parametrize("devices", RANKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
+    """Their slices of the blocks' linears once, and whole tensors each."""
     params = case(name).on(devices).all_params().values()
     held = sum(v.type.nbytes * count for v, count in params)
     assert [rank["requested"][name] for rank in did(torch_ranks, devices)] == [held] * devices
+    if not name.startswith("text"):
+        sizes = {tensor: array.nbytes for tensor, array in case(name).params.items()}
+        split = sum(size for tensor, size in sizes.items() if SPLIT.search(tensor))
+        whole = sum(sizes.values()) - split
+        assert split > whole and held == split // devices + whole
 
 
 # A CPU's weights lie in the heap in which LoRAs are merged: some 12 MB of what that frees count
@@ -212,8 +190,7 @@ def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
 # 1.3 GB. A GPU's weights lie elsewhere.
 def test_rank_peaks_at_its_own_share_of_memory_while_it_loads_and_merges(torch_ranks):
     """Anonymous memory above that before: mapped pages belong to the page cache."""
-    for rank in range(MEASURED):
-        found = json.loads((torch_ranks / f"big-rank{rank}.json").read_text())
+    for found in did(torch_ranks, MEASURED, "big"):
         assert found["share"] > 100e6 and found["samples"] > 10
         assert 0.9 * found["share"] < found["peak"] <= 1.15 * found["share"], found
 

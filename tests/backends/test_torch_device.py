@@ -2,9 +2,11 @@
 it computes where PyTorch computes on a CPU."""
 
 import re
+from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 from threading import local
+from types import SimpleNamespace
 
 import ltx2rt_cuda
 import numpy as np
@@ -14,11 +16,19 @@ from ltx2rt_cuda.device import DEVICES, unused
 from ltx2rt_cuda.device.torch_device import Fetched, TorchDevice
 
 from ltx2rt.backend import DeviceInfo, get_backend
-from ltx2rt.graph import trace
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement import stream
 from ltx2rt.testing import ArraySource, random_params
-from tests.backends.loops import SIGMAS, assert_bitwise, denoise, fresh, job, loop_graph
+from tests.backends.loops import (
+    SIGMAS,
+    assert_bitwise,
+    denoise,
+    double,
+    fresh,
+    job,
+    loop_graph,
+    one_number,
+)
 from tests.conftest import refused
 
 
@@ -50,18 +60,6 @@ class Stream:
             self.seen[event.stream] = event.done
 
 
-class Recording:
-    def __init__(self, run):
-        self.run, self.outputs = run, run()
-
-    def replay(self):
-        for kept, new in zip(self.outputs, self.run(), strict=True):
-            kept.copy_(new)
-
-    def reset(self):
-        del self.run
-
-
 class Recorder:
     def __init__(self, device):
         self.device, self.id = device, object()
@@ -70,8 +68,13 @@ class Recorder:
 
     def record(self, run):
         self.device.counts["recorded"] += 1
-        recording = Recording(run)
-        return recording, recording.outputs
+        outputs = run()
+
+        def replay():
+            for kept, new in zip(outputs, run(), strict=True):
+                kept.copy_(new)
+
+        return SimpleNamespace(replay=replay, reset=lambda: None), outputs
 
     def empty(self):
         self.id = object()
@@ -82,9 +85,7 @@ class Loom(TorchDevice):
     queues = exchanges = True
 
     def __init__(self):
-        self.counts = dict.fromkeys(
-            ("recorded", "waits of the host", "waits for a copy", "attentions"), 0
-        )
+        self.counts = Counter()
         self.main, self.own = Stream(self), local()
 
     @property
@@ -118,9 +119,8 @@ class Loom(TorchDevice):
         return Recorder(self)
 
     def info(self, recorder):
-        return DeviceInfo(
-            "loom", "A loom", 10**10, 10**10, recorded_bytes=recorder.nbytes if recorder else 0
-        )
+        recorded_bytes = recorder.nbytes if recorder else 0
+        return DeviceInfo("loom", "A loom", 10**10, 10**10, recorded_bytes=recorded_bytes)
 
     def attention(self, q, k, v, mask, scale):
         self.counts["attentions"] += 1
@@ -154,10 +154,7 @@ def test_a_denoise_loop_is_recorded_and_replayed_on_any_device(loom, monkeypatch
 
 
 def test_a_clip_is_generated_on_any_device(loom, monkeypatch, generate, tiny):
-    flags = (
-        *["--pipeline", "one-stage", "--steps", "2", "--no-audio", "--dtype", "float32"],
-        *["--seed", "1"],
-    )
+    flags = "--pipeline one-stage --steps 2 --no-audio --dtype float32 --seed 1".split()
     run = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--device", "loom")
     assert run.status == 0 and loom.counts["recorded"] == 2 and loom.counts["attentions"] > 0
     monkeypatch.setitem(DEVICES, "cpu", TorchDevice())
@@ -184,9 +181,8 @@ def test_layers_are_copied_on_a_stream_of_their_own(loom, monkeypatch, road):
 
 def test_results_reach_the_host_behind_an_event(loom):
     backend = get_backend("cuda", "loom")
-    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
-    program = backend.lower(graph)
-    calls = [(program, {}, {"x": np.array([x], np.float32)}) for x in (1, 2)]
+    program = backend.lower(double())
+    calls = [(program, {}, one_number(x)) for x in (1, 2)]
     results = list(backend.each(calls, "y"))
     assert all(isinstance(x, Fetched) for x in results)
     assert [backend.to_host(x).item() for x in results] == [2, 4]
