@@ -1,4 +1,4 @@
-"""GGUF files for tests, written by the `gguf` package."""
+"""Files for tests: linked folders, arrays of a file, and GGUF files that the `gguf` package wrote."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.gguf import BLOCKS
+from ltx2rt.weights.files import TensorFile, open_file, write_arrays
+from ltx2rt.weights.gguf import BLOCKS, BY_NAME
 from ltx2rt.weights.names import LLAMA_CPP, component_of
 from ltx2rt.weights.part_table import PARTS
 from ltx2rt.weights.parts import file_kind
@@ -20,31 +20,40 @@ from ltx2rt.weights.parts import file_kind
 PREFIX = PARTS["transformer"].prefix
 BF16 = np.dtype(ml_dtypes.bfloat16)
 HALVES = {  # bytes of a block where a float16 is
-    **{
-        "Q4_0": (0,),
-        "Q4_1": (0, 2),
-        "Q5_0": (0,),
-        "Q5_1": (0, 2),
-        "Q8_0": (0,),
-        "IQ4_NL": (0,),
-        "IQ4_XS": (0,),
-    },
-    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)},
+    **dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,)),
+    **dict.fromkeys(("Q4_1", "Q5_1", "Q4_K", "Q5_K"), (0, 2)),
+    **{"Q2_K": (80, 82), "Q3_K": (108,), "Q6_K": (208,)},
 }
 NAMES = [block.name for block in BLOCKS.values() if block.read]
 
 
 def package() -> Any:
     """The `gguf` package; without it the test is skipped."""
-    return pytest.importorskip(
-        "gguf", reason="the gguf package, which writes the files, is not installed"
-    )
+    return pytest.importorskip("gguf", reason="the gguf package is not installed")
+
+
+def linked(folder: Path, out: Path, *without: str) -> Path:
+    """A folder with the same files, without some at its top; each may be replaced."""
+    for path in sorted(folder.rglob("*")):
+        inner = path.relative_to(folder)
+        if path.is_file() and inner.parts[0] not in without:
+            (out / inner).parent.mkdir(parents=True, exist_ok=True)
+            (out / inner).symlink_to(path.resolve())
+    return out
+
+
+def arrays_of(
+    path: Path, chosen: Callable[[str], bool] = lambda name: True
+) -> dict[str, np.ndarray]:
+    """The arrays in a file with these names."""
+    file = open_file(path)
+    return {name: file.read(name) for name in file.names() if chosen(name)}
 
 
 def random_blocks(kind: str, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """uint8 [..., bytes of a row] of any bits, but for finite scales; what the K types have no
     packer for."""
-    block = next(block for block in BLOCKS.values() if block.name == kind)
+    block = BY_NAME[kind]
     found = rng.integers(0, 256, (*shape[:-1], shape[-1] // block.weights, block.size), np.uint8)
     for at in HALVES.get(kind, ()):
         scales = (0.02 * rng.standard_normal(found.shape[:-1])).astype(np.float16)
@@ -67,15 +76,9 @@ def write_gguf(
     """tensors: arrays of plain types; or the name of a type and the bytes of its rows."""
     gguf = package()
     writer = gguf.GGUFWriter(path, architecture)
+    kinds = {str: "string", bool: "bool", int: "uint32", float: "float32", list: "array"}
     for key, value in (metadata or {}).items():
-        add = {
-            str: writer.add_string,
-            bool: writer.add_bool,
-            int: writer.add_uint32,
-            float: writer.add_float32,
-            list: writer.add_array,
-        }
-        add[type(value)](key, value)
+        getattr(writer, f"add_{kinds[type(value)]}")(key, value)
     for name, value in tensors.items():
         if isinstance(value, tuple):
             writer.add_tensor(name, value[1], raw_dtype=gguf.GGMLQuantizationType[value[0]])
@@ -119,28 +122,20 @@ def take_apart(
     without GGUF in `out/plain`: transformer, connectors, video VAE and audio VAE in files of their
     own. prefix: of the names in the GGUF file. The copy holds the numbers that the GGUF file's
     blocks stand for."""
-    main = next(
-        path for path in folder.glob("*.safetensors") if file_kind(TensorFile(path)) == "main"
-    )
-    file = TensorFile(main)
-    parts: dict[str, dict[str, np.ndarray]] = {}
-    for name in file.names():
+    files = map(TensorFile, folder.glob("*.safetensors"))
+    file = next(file for file in files if file_kind(file) == "main")
+    main, parts = file.path, {}
+    for name, array in arrays_of(main).items():
         part = str(component_of(name))
-        parts.setdefault({"vocoder": "audio_vae"}.get(part, part), {})[name] = file.read(name)
-    ggufs, plain = out / "gguf", out / "plain"
+        parts.setdefault({"vocoder": "audio_vae"}.get(part, part), {})[name] = array
+    ggufs, plain = (linked(folder, out / kind, main.name) for kind in ("gguf", "plain"))
     for one in (ggufs, plain):
-        one.mkdir(parents=True)
-        for path in folder.iterdir():
-            if path != main:
-                (one / path.name).symlink_to(path)
         for part in ("text", "video_vae", "audio_vae"):
             if part in parts:
                 write_arrays(one / f"{part}.safetensors", parts[part], file.metadata)
     stored = {name: store(name, array) for name, array in parts["transformer"].items()}
-    write_gguf(
-        ggufs / "transformer.gguf",
-        {prefix + name.removeprefix(PREFIX): value for name, value in stored.items()},
-    )
+    named = {prefix + name.removeprefix(PREFIX): value for name, value in stored.items()}
+    write_gguf(ggufs / "transformer.gguf", named)
     wide = {name: numbers(value) for name, value in stored.items()}
     write_arrays(plain / "transformer.safetensors", wide, file.metadata)
     return ggufs, plain
@@ -152,11 +147,8 @@ def gemma_names(names: list[str]) -> dict[str, str]:
     found = {}
     for name in names:
         word = name.removeprefix("language_model.model.").removesuffix(".weight")
-        if word.startswith("layers."):
-            _, layer, word = word.split(".", 2)
-            found[name] = f"blk.{layer}.{back[word]}.weight"
-        else:
-            found[name] = f"{back[word]}.weight"
+        block, word = re.fullmatch(r"(?:layers\.(\d+)\.)?(.+)", word).groups()
+        found[name] = f"{f'blk.{block}.' if block else ''}{back[word]}.weight"
     return found
 
 

@@ -7,13 +7,13 @@ import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ltx2rt.errors import InputError
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.stages.frames import video_decoder
 from ltx2rt.weights.audit import audit, networks
@@ -25,11 +25,11 @@ from ltx2rt.weights.files import (
     TensorInfo,
     open_tensors,
     write_arrays,
-    write_tensors,
 )
 from ltx2rt.weights.lora import check_lora, open_lora
 from ltx2rt.weights.presets import preset
 from tests.conftest import refused
+from tests.gguf_files import arrays_of, linked
 
 MAIN, UP = "tiny-2.3.safetensors", "tiny-2.3-spatial-upsampler-x2.safetensors"
 LORA = "tiny-2.3-distilled-lora.safetensors"
@@ -37,36 +37,28 @@ F32 = np.dtype(np.float32)
 FLAGS = ((UP, "--upsampler"), ("gemma-3", "--text-encoder"), (LORA, "--distilled-lora"))
 
 
-def link(folder: Path, target: Path) -> Path:
-    """The same checkpoint in a folder whose entries can be replaced one by one."""
-    for path in sorted(folder.rglob("*")):
-        copy = target / path.relative_to(folder)
-        if path.is_dir():
-            copy.mkdir(parents=True, exist_ok=True)
-        else:
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            copy.symlink_to(path)
-    return target
-
-
 @pytest.fixture
 def official(tiny, tmp_path):
-    return link(tiny("tiny-2.3", "official"), tmp_path / "official")
+    return linked(tiny("tiny-2.3", "official"), tmp_path / "official")
 
 
 @pytest.fixture
 def diffusers(tiny, tmp_path):
-    return link(tiny("tiny-2.3", "diffusers"), tmp_path / "diffusers")
+    return linked(tiny("tiny-2.3", "diffusers"), tmp_path / "diffusers")
 
 
-def rewrite(path: Path, rename=lambda name: name, drop=(), metadata=None, extra=None):
+def rewrite(path: Path, rename=str, metadata=None, **extra):
     """Replace a safetensors file by a changed copy."""
-    file = TensorFile(path)
-    stored = {rename(name): name for name in file.names() if name not in drop}
-    infos = {new: file.info(old) for new, old in stored.items()} | (extra or {})
-    new_metadata = file.metadata if metadata is None else metadata
-    read = lambda n: file.read(stored[n]) if n in stored else np.ones(infos[n].shape, F32)  # noqa: E731
-    write_tensors(path, infos, read, new_metadata)
+    arrays = {rename(name): array for name, array in arrays_of(path).items()}
+    metadata = TensorFile(path).metadata if metadata is None else metadata
+    write_arrays(path, arrays | extra, metadata)
+
+
+def edit(path: Path, **keys):
+    """Replace a JSON file by one with other keys."""
+    text = json.dumps(json.loads(path.read_text()) | keys)
+    path.unlink()
+    path.write_text(text)
 
 
 def test_a_file_finds_its_parts_beside_it(official):
@@ -81,7 +73,7 @@ def test_a_file_finds_its_parts_beside_it(official):
 def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
     """An x1.5 one beside the x2 one is no second candidate: it is used where it is named, since
     sizes depend on it."""
-    folder = link(tiny("tiny-2.3", layout), tmp_path / layout)
+    folder = linked(tiny("tiny-2.3", layout), tmp_path / layout)
     for kind in ("x1.5", "temporal"):
         make_checkpoint("tiny-2.3", layout, tmp_path / kind, upsampler=kind)
         names = "latent_upsampler" if layout == "diffusers" else "*upsampler*"
@@ -107,9 +99,8 @@ def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
 
 
 def test_names_of_files_do_not_matter(official):
-    (official / MAIN).rename(official / "a.safetensors")
-    (official / UP).rename(official / "b.safetensors")
-    (official / LORA).rename(official / "c.safetensors")
+    for part, name in ((MAIN, "a"), (UP, "b"), (LORA, "c")):
+        (official / part).rename(official / f"{name}.safetensors")
     (official / "gemma-3").rename(official / "d")
     checkpoint = open_checkpoint(official)
     assert len(checkpoint.sources) == 7 and checkpoint.distilled_lora().name == "c.safetensors"
@@ -170,7 +161,7 @@ def test_what_is_no_checkpoint_is_refused(official, tmp_path):
 
 
 def test_damaged_metadata_and_later_generations_are_refused(official):
-    original = TensorFile(official / MAIN).metadata
+    expected, original = open_checkpoint(official).config, TensorFile(official / MAIN).metadata
     for metadata, says in [
         ({"config": "{"}, "not valid JSON"),
         ({"config": "[]"}, "expected a JSON object"),
@@ -180,23 +171,20 @@ def test_damaged_metadata_and_later_generations_are_refused(official):
         rewrite(official / MAIN, metadata=metadata)
         with refused(says):
             open_checkpoint(official)
-    expected = rewrite(official / MAIN, metadata=original) or open_checkpoint(official).config
     rewrite(official / MAIN, metadata={})  # names and shapes tell the release
     assert open_checkpoint(official).config == expected
 
 
 def test_a_tensor_of_no_component_is_refused(official):
-    rewrite(official / MAIN, extra={"duration_head.0.weight": TensorInfo((2,), F32)})
+    rewrite(official / MAIN, **{"duration_head.0.weight": np.ones(2, F32)})
     with refused(r"1 tensors belong to no component: duration_head\.\*\.weight"):
         open_checkpoint(official)
 
 
 def test_a_gemma_of_another_size_is_refused(official):
     path = official / "gemma-3" / "config.json"
-    data = json.loads(path.read_text())
-    data["text_config"]["hidden_size"] = 128
-    path.unlink()
-    path.write_text(json.dumps(data))
+    text = json.loads(path.read_text())["text_config"]
+    edit(path, text_config=text | {"hidden_size": 128})
     with refused(r"hidden size 128.*--text-encoder"):
         open_checkpoint(official)
 
@@ -220,9 +208,8 @@ def test_a_diffusers_folder_is_read_by_config_not_by_name(diffusers):
 
 def test_both_layouts_in_one_folder_are_ambiguous(official, diffusers):
     (diffusers / MAIN).symlink_to(official / MAIN)
-    with refused(
-        r"2 candidates for the checkpoint: .*tiny-2\.3\.safetensors, .*model_index\.json;"
-    ):
+    says = r"2 candidates for the checkpoint: .*tiny-2\.3\.safetensors, .*model_index\.json;"
+    with refused(says):
         open_checkpoint(diffusers)
     assert open_checkpoint(diffusers / MAIN).layout == "official"
     assert open_checkpoint(diffusers / "model_index.json").layout == "diffusers"
@@ -239,7 +226,7 @@ def test_all_parts_that_are_ambiguous_are_said_at_once(official):
 
 @pytest.mark.parametrize(("name", "other"), [("tiny-2.3", "tiny-2.0"), ("tiny-2.0", "tiny-2.3")])
 def test_connectors_of_another_generation_are_refused(tiny, tmp_path, name, other):
-    folder = link(tiny(name, "diffusers"), tmp_path / "mixed")
+    folder = linked(tiny(name, "diffusers"), tmp_path / "mixed")
     shutil.rmtree(folder / "connectors")
     shutil.copytree(tiny(other, "diffusers") / "connectors", folder / "connectors")
     with refused(r"connectors.*another generation|video_hidden_dim"):
@@ -248,26 +235,22 @@ def test_connectors_of_another_generation_are_refused(tiny, tmp_path, name, othe
 
 @pytest.mark.parametrize("dtype", ["I8", "U8"])
 def test_a_quantised_file_without_known_scales_is_refused_when_it_is_opened(official, dtype):
-    file = TensorFile(official / MAIN)
-    infos = {name: file.info(name) for name in file.names()}
     name = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
-    infos[name] = TensorInfo(infos[name].shape, DTYPES[dtype])
-    if dtype == "U8":
-        infos[name + "_scale"] = TensorInfo((), F32)
-    write_tensors(official / MAIN, infos, None, file.metadata)
+    changed = {name: np.zeros((128, 128), DTYPES[dtype])}
+    rewrite(official / MAIN, **changed | ({f"{name}_scale": F32.type(0)} if dtype == "U8" else {}))
     with refused(r"1 tensors are .* without the scales.*bfloat16 file.*--weights-dtype float8"):
         open_checkpoint(official)
 
 
 def camera_control(path: Path, checkpoint, rank: int, kinds: str) -> None:
     """A LoRA of another kind: of the modules that match, at this rank."""
-    arrays = {}
-    for name in checkpoint.source("transformer").names():
-        shape = checkpoint.source("transformer").info(name).shape
+    arrays, source = {}, checkpoint.source("transformer")
+    for name in source.names():
+        shape = source.info(name).shape
         if re.search(kinds, name) and len(shape) == 2:
             module = name.removeprefix("model.").removesuffix(".weight")
-            arrays[f"{module}.lora_A.weight"] = np.ones((rank, shape[1]), np.float32)
-            arrays[f"{module}.lora_B.weight"] = np.ones((shape[0], rank), np.float32)
+            arrays[f"{module}.lora_A.weight"] = np.ones((rank, shape[1]), F32)
+            arrays[f"{module}.lora_B.weight"] = np.ones((shape[0], rank), F32)
     write_arrays(path, arrays)
 
 
@@ -298,17 +281,9 @@ PARAMETERS = {f"model.diffusion_model.transformer_blocks.{i}.{name}.weight": Ten
               for i in range(3) for name in ("attn1.to_q", "attn1.to_k", "ff.net.2")}  # fmt: skip
 
 
-class Header:
+def header(infos):
     """A source that has names and shapes only: an audit must not read data."""
-
-    def __init__(self, infos):
-        self.infos = infos
-
-    def names(self):
-        return self.infos.keys()
-
-    def info(self, name):
-        return self.infos[name]
+    return SimpleNamespace(names=infos.keys, info=infos.__getitem__)
 
 
 def test_an_exact_source_passes_and_known_unused_tensors_are_no_matter():
@@ -318,18 +293,15 @@ def test_an_exact_source_passes_and_known_unused_tensors_are_no_matter():
     unused += ["vision_tower.encoder.layers.0.mlp.fc1.bias"]
     unused += ["vocoder.mel_stft.stft_fn.inverse_basis", "upsampler.blur_down.kernel"]
     unused += ["vae.encoder.conv_in.conv.weight"]  # the other half: no parameter is of the encoder
-    audit(PARAMETERS, Header(PARAMETERS | {name: TensorInfo((1,), F32) for name in unused}), "x")
+    audit(PARAMETERS, header(PARAMETERS | {name: TensorInfo((1,), F32) for name in unused}), "x")
 
 
 def test_the_error_collapses_layers_and_offers_the_nearest_name():
     infos = {name.replace("to_q", "to_query"): info for name, info in PARAMETERS.items()}
-    with pytest.raises(InputError) as caught:
-        audit(PARAMETERS, Header(infos), "m.safetensors")
-    text = str(caught.value)
-    assert "\n" not in text and text.startswith("m.safetensors: 3 parameters have no tensor")
-    assert "transformer_blocks.*.attn1.to_q.weight (3)" in text
-    nearest = "model.diffusion_model.transformer_blocks.*.attn1.to_query.weight"
-    assert f"nearest in the file: {nearest}" in text
+    stem = "model.diffusion_model.transformer_blocks.*.attn1.to_q"
+    says = f"m.safetensors: 3 parameters have no tensor: {stem}.weight (3) (nearest in the file: "
+    with refused(f"^{re.escape(says)}{re.escape(stem)}uery.weight.*$"):
+        audit(PARAMETERS, header(infos), "m.safetensors")
 
 
 @settings(max_examples=60, deadline=None)
@@ -347,14 +319,17 @@ def test_every_missing_extra_or_misshapen_tensor_is_refused(name, change, data):
     else:
         shape = data.draw(st.lists(st.integers(1, 5), max_size=3).filter(lambda s: s != [4, 3]))
         infos[name] = TensorInfo(tuple(shape), F32)
-    with pytest.raises(InputError):
-        audit(PARAMETERS, Header(infos), "x")
+    with refused("^x: "):
+        audit(PARAMETERS, header(infos), "x")
 
 
 def test_an_upsampler_for_other_latents_is_refused(official):
-    first, last, up = (32, 16, 3, 3, 3), (16, 32, 3, 3, 3), (128, 32, 3, 3)
-    shapes = {"initial_conv": first, "final_conv": last, "upsampler.0": up}
-    arrays = {f"{name}.weight": np.ones(shape, np.float32) for name, shape in shapes.items()}
+    shapes = {
+        "initial_conv": (32, 16, 3),
+        "final_conv": (16, 32, 3),
+        "upsampler.0": (128, 32, 3, 3),
+    }
+    arrays = {f"{name}.weight": np.ones(shape, F32) for name, shape in shapes.items()}
     config = json.loads(TensorFile(official / UP).metadata["config"]) | {"in_channels": 16}
     write_arrays(official / "other.safetensors", arrays, {"config": json.dumps(config)})
     with refused(r"16 channels.*128"):
@@ -364,16 +339,11 @@ def test_an_upsampler_for_other_latents_is_refused(official):
 # ---- LTX-2.5: a file for each part ---------------------------------------------------------------
 
 PARTS = {  # of the released repository: its folders
-    "transformer": "diffusion_models",
-    "text-encoder": "text_encoders",
-    "video-vae-conv": "vae",
-    "video-vae": "vae",
-    "audio-vae": "vae",
-    "spatial-upsampler-x2": "latent_upscale_models",
-    "temporal-upsampler-x2": "latent_upscale_models",
-    "distilled-lora": "loras",
+    "transformer": "diffusion_models", "text-encoder": "text_encoders", "distilled-lora": "loras",
+    **dict.fromkeys(("video-vae-conv", "video-vae", "audio-vae"), "vae"),
+    **dict.fromkeys(("spatial-upsampler-x2", "temporal-upsampler-x2"), "latent_upscale_models"),
     "duration-head": "model_patches",
-}
+}  # fmt: skip
 FOUND = {
     "transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler",
     "temporal_upsampler", "duration_head", "diffusion_decoder",
@@ -384,9 +354,13 @@ def part(folder: Path, name: str) -> Path:
     return folder / f"tiny-2.5-{name}.safetensors"
 
 
+def without(keys, gone: str):
+    return {key: value for key, value in keys.items() if key != gone}
+
+
 @pytest.fixture
 def parts(tiny, tmp_path):
-    return link(tiny("tiny-2.5", "official"), tmp_path / "parts")
+    return linked(tiny("tiny-2.5", "official"), tmp_path / "parts")
 
 
 def test_parts_in_files_of_their_own_are_told_by_their_headers(parts):
@@ -457,22 +431,21 @@ def test_a_section_that_is_null_is_absent(parts):
 def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path):
     """As older releases come; a video VAE that is named takes the place of its own."""
     kinds = ("transformer", "video-vae-conv", "audio-vae", "text-encoder")
-    files = [TensorFile(part(parts, name)) for name in kinds]
     config, arrays = {}, {}
-    for file in files:
+    for kind in kinds:
+        file = TensorFile(part(parts, kind))
         own = json.loads(file.metadata.get("config", "{}"))
         config |= {key: value for key, value in own.items() if value is not None}
-        prefix = "vae." if "encoder.conv_in.conv.weight" in file.names() else ""
-        start = "text_embedding_projection." if file is files[3] else ""
-        arrays |= {prefix + n: file.read(n) for n in file.names() if n.startswith(start)}
-    folder = link(tiny("tiny-2.5", "diffusers") / "text_encoder", tmp_path / "whole" / "gemma")
-    metadata = files[0].metadata | {"config": json.dumps(config)}
+        prefix = "vae." if kind == "video-vae-conv" else ""
+        start = "text_embedding_projection." if kind == "text-encoder" else ""
+        found = arrays_of(file.path, lambda name, start=start: name.startswith(start))
+        arrays |= {prefix + name: array for name, array in found.items()}
+    folder = linked(tiny("tiny-2.5", "diffusers") / "text_encoder", tmp_path / "whole" / "gemma")
+    metadata = TensorFile(part(parts, "transformer")).metadata | {"config": json.dumps(config)}
     write_arrays(tmp_path / "whole" / "model.safetensors", arrays, metadata)
     with refused(r"gemma_version None.*'gemma4-tiny-2\.5'.*--text-encoder"):
         open_checkpoint(tmp_path / "whole")
-    keys = json.loads((folder / "config.json").read_text()) | {"gemma_version": "gemma4-tiny-2.5"}
-    (folder / "config.json").unlink()
-    (folder / "config.json").write_text(json.dumps(keys))
+    edit(folder / "config.json", gemma_version="gemma4-tiny-2.5")
     checkpoint = open_checkpoint(tmp_path / "whole")
     apart = {"upsampler", "temporal_upsampler", "duration_head", "diffusion_decoder"}
     assert checkpoint.sources.keys() == FOUND - apart
@@ -493,13 +466,9 @@ def test_one_file_with_the_whole_model_and_a_gemma_folder(parts, tiny, tmp_path)
 )  # fmt: skip
 def test_a_text_encoder_of_another_release_is_refused(parts, capsys, source, own, says):
     main, text = TensorFile(part(parts, "transformer")), TensorFile(part(parts, "text-encoder"))
-    metadata = {k: v for k, v in main.metadata.items() if k != "gemma_source_checkpoint"}
-    if source:
-        stated = {"ltx_version": "2.5.0", "gemma_version": source}
-        metadata["gemma_source_checkpoint"] = json.dumps(stated)
-    rewrite(main.path, metadata=metadata)
-    config = json.loads(text.metadata["gemma_config"])
-    del config["gemma_version"]
+    stated = {"gemma_source_checkpoint": json.dumps({"gemma_version": source})} if source else {}
+    rewrite(main.path, metadata=without(main.metadata, "gemma_source_checkpoint") | stated)
+    config = without(json.loads(text.metadata["gemma_config"]), "gemma_version")
     config |= {"gemma_version": own} if own else {}
     rewrite(text.path, metadata=text.metadata | {"gemma_config": json.dumps(config)})
     if says is None:
@@ -513,8 +482,7 @@ def test_a_text_encoder_of_another_release_is_refused(parts, capsys, source, own
 def test_gemma_4_is_refused_where_it_does_not_belong(parts, official, tiny):
     stock = tiny("tiny-2.5", "diffusers") / "text_encoder"
     path = part(parts, "transformer")
-    metadata = TensorFile(path).metadata
-    rewrite(path, metadata={k: metadata[k] for k in metadata if k != "gemma_source_checkpoint"})
+    rewrite(path, metadata=without(TensorFile(path).metadata, "gemma_source_checkpoint"))
     with refused(r"without LTX-2\.5's text projection.*--text-encoder"):
         open_checkpoint(parts, text_encoder=stock)
     with refused(r"model_type 'gemma4_unified', but LTX-2\.3\.0 was trained with Gemma 3"):
@@ -549,8 +517,8 @@ def test_the_version_that_decides_is_the_transformers_and_of_images_the_video_va
 def test_a_diffusers_folder_runs_what_its_index_lists_or_the_transformer_that_is_named(
     tiny, tmp_path
 ):
-    folder = link(tiny("tiny-2.5", "diffusers"), tmp_path / "diffusers")
-    link(folder / "transformer", folder / "transformer_full")
+    folder = linked(tiny("tiny-2.5", "diffusers"), tmp_path / "diffusers")
+    linked(folder / "transformer", folder / "transformer_full")
     checkpoint = open_checkpoint(folder)
     assert checkpoint.source("transformer").where == folder / "transformer"
     assert checkpoint.config.release.name == "2.5" and checkpoint.config.image_crf == 18
@@ -584,8 +552,7 @@ def test_either_video_vae_will_do_and_the_decoder_is_chosen(parts):
 
 
 def test_a_shard_that_is_cut_short_is_named_and_the_others_are_no_models(tmp_path):
-    for path in (Path(__file__).parents[2] / "examples" / "tiny-trained").iterdir():
-        (tmp_path / path.name).symlink_to(path)
+    linked(Path(__file__).parents[2] / "examples" / "tiny-trained", tmp_path)
     assert open_checkpoint(tmp_path).layout == "official"
     shard = sorted(tmp_path.glob("*-of-*.safetensors"))[1]
     cut = shard.read_bytes()[:-1]
@@ -626,12 +593,12 @@ def test_variants_and_their_shards_are_read(diffusers, index):
     are passed over, and of several variants the plain one is read."""
     folder = diffusers / "transformer"
     whole, expected = folder / f"{STEM}.safetensors", open_checkpoint(diffusers)
-    file = TensorFile(whole)
-    names, home = sorted(file.names()), {}
-    for i in (1, 2):
-        shard = folder / f"{STEM}{'.bf16' if index else ''}-0000{i}-of-00002.safetensors"
-        write_arrays(shard, {name: file.read(name) for name in names[i - 1 :: 2]})
-        home |= dict.fromkeys(names[i - 1 :: 2], shard.name)
+    arrays, home = arrays_of(whole), {}
+    names = [f"{STEM}{'.bf16' if index else ''}-0000{i}-of-00002.safetensors" for i in (1, 2)]
+    for i, name in enumerate(names):
+        own = sorted(arrays)[i::2]
+        write_arrays(folder / name, {tensor: arrays[tensor] for tensor in own})
+        home |= dict.fromkeys(own, name)
     if index:
         (folder / f"{STEM}.{index}").write_text(json.dumps({"weight_map": home}))
     for hidden in (f"._{whole.name}", ".DS_Store", f"._{STEM}.safetensors.index.json"):
@@ -643,8 +610,7 @@ def test_variants_and_their_shards_are_read(diffusers, index):
     whole.unlink()
     found = open_checkpoint(diffusers)
     assert found.config == expected.config and not found.unreadable
-    one, other = found.source("transformer"), expected.source("transformer")
-    assert set(one.names()) == set(other.names())
-    (folder / f"{STEM}{'.bf16' if index else ''}-00002-of-00002.safetensors").unlink()
+    assert {*found.source("transformer").names()} == {*expected.source("transformer").names()}
+    (folder / names[1]).unlink()
     with refused(r"00002-of-00002|1 of 2 shards"):
         open_checkpoint(diffusers)

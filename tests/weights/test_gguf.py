@@ -6,7 +6,6 @@ import math
 import os
 import re
 import struct
-import time
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +15,6 @@ import pytest
 
 import ltx2rt
 from ltx2rt.backend import AdamW
-from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines import make_request
 from ltx2rt.placement import stream
@@ -35,7 +33,7 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.configs.gemma3 import GGUF_TOKENS, gguf_gemma3
 from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import TensorFile, TensorInfo, open_file, write_arrays
-from ltx2rt.weights.gguf import BLOCKS, GgufFile
+from ltx2rt.weights.gguf import BLOCKS, BY_NAME, GgufFile
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import MergedSource, merge, open_lora
 from ltx2rt.weights.names import component_of
@@ -47,9 +45,11 @@ from tests.gguf_files import (
     HALVES,
     NAMES,
     PREFIX,
+    arrays_of,
     decoded,
     gemma_keys,
     gemma_names,
+    linked,
     numbers,
     package,
     packed,
@@ -71,7 +71,7 @@ def rng():
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_a_type_is_decoded_bit_for_bit_in_slices_too(tmp_path, rng, kind):
-    block = next(block for block in BLOCKS.values() if block.name == kind)
+    block = BY_NAME[kind]
     width = 3 * block.weights
     stored = random_blocks(kind, rng, (37, width))
     deep = random_blocks(kind, rng, (2, 3, width))
@@ -89,9 +89,8 @@ def test_a_type_is_decoded_bit_for_bit_in_slices_too(tmp_path, rng, kind):
         part = file.read("x", (0, *rows), (1, *columns))
         np.testing.assert_array_equal(part, expected[slice(*rows), slice(*columns)])
     np.testing.assert_array_equal(file.read("x", (0, 1, 7), (0, 2, 4)), expected[3:5])
-    np.testing.assert_array_equal(
-        file.read("deep", (1, 1, 3), (2, 5, 20)), decoded(kind, deep)[:, 1:, 5:20]
-    )
+    part = file.read("deep", (1, 1, 3), (2, 5, 20))
+    np.testing.assert_array_equal(part, decoded(kind, deep)[:, 1:, 5:20])
     for nothing in ((0, 4, 4), (1, 0, 0), (1, 5, 5)):
         where = (slice(None),) * nothing[0] + (slice(*nothing[1:]),)
         assert file.read("x", nothing).shape == expected[where].shape
@@ -122,15 +121,12 @@ def test_every_listed_type_has_the_size_that_the_package_says():
 
 def test_plain_types_are_views_and_values_of_keys_are_read(tmp_path):
     arrays = {
-        "f32": np.arange(6, dtype=np.float32).reshape(2, 3),
-        "f16": np.arange(4, dtype=np.float16).reshape(1, 2, 2),
-        "bf16": np.arange(8).astype(BF16).reshape(2, 4),
-        "empty": np.empty((0, 4), np.float32),
+        kind: np.arange(12).astype(dtype).reshape(2, -1, 3)
+        for kind, dtype in (("f32", np.float32), ("f16", np.float16), ("bf16", BF16))
     }
-    keys = {
-        "config": "{}", "a.count": 3, "a.eps": 1e-6, "a.words": ["x", "y", "zz"],
-        "a.scores": [0.5, 1.5],
-    }  # fmt: skip
+    arrays["empty"] = np.empty((0, 4), np.float32)
+    keys = {"config": "{}", "a.count": 3, "a.eps": 1e-6, "a.words": ["x", "y", "zz"]}
+    keys["a.scores"] = [0.5, 1.5]
     file = open_file(write_gguf(tmp_path / "any.name", arrays, "ltxv", keys))
     assert isinstance(file, GgufFile) and file.architecture == "ltxv"
     assert file.metadata["config"] == "{}" and file.metadata["a.count"] == "3"
@@ -163,19 +159,10 @@ def test_a_tensor_stored_in_another_shape_has_its_own(tmp_path, rng):
             GgufFile(write_gguf(tmp_path / "b.gguf", tensors, "ltxv", keys))
 
 
-def test_a_vocabulary_is_passed_over(tmp_path):
-    """As many tokens as Gemma has; the package's reader takes half a minute for them."""
-    tokens = [f"t{i}" for i in range(262144)]
-    write_gguf(tmp_path / "a.gguf", {"x": np.ones(3, np.float32)}, "gemma3", {"tokens": tokens})
-    start = time.process_time()
-    assert list(GgufFile(tmp_path / "a.gguf").names()) == ["x"]
-    print(f"{time.process_time() - start:.2f} s")
-
-
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
 def test_scales_that_are_not_finite_are_refused_where_they_are_read(tmp_path, rng, kind, value):
-    block = next(block for block in BLOCKS.values() if block.name == kind)
+    block = BY_NAME[kind]
     stored = random_blocks(kind, rng, (4, 2 * block.weights))
     for at in HALVES[kind]:
         bad = stored.copy()
@@ -261,14 +248,10 @@ def test_every_truncation_is_refused(tmp_path, rng):
     tensors = {"x": ("Q8_0", random_blocks("Q8_0", rng, (2, 32))), "y": np.ones(8, np.float32)}
     path = write_gguf(tmp_path / "a.gguf", tensors, "ltxv", {"a": "b", "c": ["d", "e"], "f": 1})
     data = path.read_bytes()
-    for size in range(4, len(data) - 1):
+    for size in range(4, len(data) - 32):  # the last bytes fill the file up to a multiple of 32
         path.write_bytes(data[:size])
-        try:
-            file = GgufFile(path)
-        except InputError as error:
-            assert "truncated" in str(error)
-        else:  # what was cut off fills the file up to a multiple of 32
-            assert size >= len(data) - 32 and file.read("y").sum() == 8
+        with refused("truncated"):
+            GgufFile(path)
 
 
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
@@ -317,7 +300,7 @@ def test_a_foreign_file_is_named_for_what_it_is(tmp_path, name, command):
     (tmp_path / name).write_bytes(data)
     with refused(f"not a safetensors file but {says}") as caught:
         open_lora(tmp_path / name)
-    assert "download it again" not in str(caught.value) and "truncated" not in str(caught.value)
+    assert not re.search("download it again|truncated", str(caught.value))
     if name != "model.gguf":
         status, _, err = command("weights", "inspect", tmp_path / name)
         assert status == 2 and says in err
@@ -333,12 +316,16 @@ def apart(tiny, tmp_path_factory):
     return take_apart(tiny("tiny-2.3", "official"), tmp_path_factory.mktemp("apart"))
 
 
-def linked(folder: Path, out: Path, *without: str) -> Path:
-    out.mkdir(parents=True, exist_ok=True)
-    for path in folder.iterdir():
-        if path.name not in without:
-            (out / path.name).symlink_to(path.resolve())
-    return out
+@pytest.fixture
+def folder(apart, tmp_path):
+    """The folder of GGUF files, of which each may be replaced."""
+    return linked(apart[0], tmp_path / "m")
+
+
+def rewrite(path: Path, tensors, keys=None) -> Path:
+    """Replace a GGUF file, a link to which is here."""
+    path.unlink()
+    return write_gguf(path, tensors, "ltxv", keys)
 
 
 def test_a_folder_with_a_gguf_transformer_is_a_checkpoint(apart, tiny):
@@ -351,9 +338,8 @@ def test_a_folder_with_a_gguf_transformer_is_a_checkpoint(apart, tiny):
         assert set(source.names()) == set(copy.names())
         for name in source.names():
             np.testing.assert_array_equal(source.read(name), copy.read(name))
-    packed_ones = [name for name in found.source("transformer").names()
-                   if isinstance(found.source("transformer").info(name), Packed)]  # fmt: skip
-    assert len(packed_ones) > 100
+    source = found.source("transformer")
+    assert sum(isinstance(source.info(name), Packed) for name in source.names()) > 100
     assert inspect_path(folder)["problems"] == []
 
 
@@ -367,8 +353,9 @@ def test_inspect_prints_the_mix_of_types(apart):
     assert line in format_inspection(found)
 
 
-@pytest.mark.parametrize("preset", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
-@pytest.mark.parametrize("prefix", ["", PREFIX])
+@pytest.mark.parametrize(
+    "preset, prefix", [("tiny-2.0", ""), ("tiny-2.3", PREFIX), ("tiny-2.5", "")]
+)
 def test_the_release_is_the_one_with_these_names_and_shapes(tiny, tmp_path, preset, prefix):
     folder, plain = take_apart(tiny(preset, "official"), tmp_path, prefix)
     found, expected = open_checkpoint(folder / "transformer.gguf"), open_checkpoint(plain)
@@ -376,17 +363,15 @@ def test_the_release_is_the_one_with_these_names_and_shapes(tiny, tmp_path, pres
     assert inspect_path(folder / "transformer.gguf")["family"] == f"LTX-{preset[-3:]}"
 
 
-def test_another_model_needs_the_config_of_a_file(apart, tiny, tmp_path, generate):
+def test_another_model_needs_the_config_of_a_file(folder, tiny, tmp_path, generate):
     """One tensor is one row longer: no release has such a one."""
-    folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
-    file = GgufFile(apart[0] / "transformer.gguf")
-    tensors = {name.removeprefix(PREFIX): file.read(name) for name in file.names()}
-    odd = tensors | {"proj_out.bias": np.ones(7, np.float32)}
-    write_gguf(folder / "transformer.gguf", odd)
+    path = folder / "transformer.gguf"
+    tensors = {name.removeprefix(PREFIX): array for name, array in arrays_of(path).items()}
+    rewrite(path, tensors | {"proj_out.bias": np.ones(7, np.float32)})
     with refused(r"no known release \(nearest: tiny-2\.3, 1 tensors differ: .*proj_out\.bias\)"):
-        open_checkpoint(folder / "transformer.gguf")
+        open_checkpoint(path)
     named = tiny("tiny-2.3", "official") / "tiny-2.3.safetensors"
-    found = open_checkpoint(folder / "transformer.gguf", config_from=named)
+    found = open_checkpoint(path, config_from=named)
     assert found.config.version == (2, 3, 0)
     with refused(r"no `config`; pass a safetensors file of its release with --config-from"):
         open_checkpoint(folder, config_from=folder / "tiny-2.3-distilled-lora.safetensors")
@@ -394,32 +379,29 @@ def test_another_model_needs_the_config_of_a_file(apart, tiny, tmp_path, generat
     assert run.status == 2 and "--config-from" in run.stderr
 
 
-def test_a_config_in_the_file_wins(apart, tmp_path, capsys):
-    folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
-    file = GgufFile(apart[0] / "transformer.gguf")
+def test_a_config_in_the_file_wins(apart, folder, capsys):
     said = TensorFile(apart[1] / "transformer.safetensors").metadata
     config = json.loads(said["config"])
     config["transformer"]["av_ca_timestep_scale_multiplier"] = 500
-    tensors = {name: file.read(name) for name in file.names()}
     keys = {"config": json.dumps(config), "model_version": said["model_version"]}
-    write_gguf(folder / "transformer.gguf", tensors, "ltxv", keys)
+    path = folder / "transformer.gguf"
+    rewrite(path, arrays_of(path), keys)
     found = open_checkpoint(folder, config_from=apart[1] / "transformer.safetensors")
     assert found.config.transformer.av_gate_scale == 500
     assert "--config-from gives no config" in capsys.readouterr().err
 
 
-def test_types_that_are_not_read_are_named(apart, rng, tmp_path):
-    folder = linked(apart[0], tmp_path / "m", "transformer.gguf")
-    file = GgufFile(apart[0] / "transformer.gguf")
-    tensors = {name: file.read(name) for name in file.names()}
+def test_types_that_are_not_read_are_named(folder, rng):
+    path = folder / "transformer.gguf"
+    tensors = arrays_of(path)
     name = next(n for n, x in tensors.items() if x.ndim == 2 and x.shape[1] == 256)
     tensors[name] = ("IQ3_XXS", random_blocks("IQ3_XXS", rng, tensors[name].shape))
-    write_gguf(folder / "transformer.gguf", tensors)
+    rewrite(path, tensors)
     with refused("of type IQ3_XXS, which is not read; pass a file with other types, such as Q4_K"):
         open_checkpoint(folder)
     with refused("of type IQ3_XXS, which is not read"):
-        GgufFile(folder / "transformer.gguf").read(PREFIX + name.removeprefix(PREFIX))
-    assert "1 IQ3_XXS" in format_inspection(inspect_path(folder / "transformer.gguf"))
+        GgufFile(path).read(name)
+    assert "1 IQ3_XXS" in format_inspection(inspect_path(path))
 
 
 def test_a_gguf_of_another_model_is_named(tmp_path, rng, command):
@@ -432,31 +414,28 @@ def test_a_gguf_of_another_model_is_named(tmp_path, rng, command):
         open_gemma(path)
 
 
-def test_another_model_in_the_folder_is_no_candidate(apart, tmp_path):
+def test_another_model_in_the_folder_is_no_candidate(folder):
     """Other video models have such names; an earlier LTX has the architecture."""
-    folder = linked(apart[0], tmp_path / "m")
     ones = np.ones((4, 4), np.float32)
     write_gguf(folder / "a.gguf", {"transformer_blocks.0.attn1.to_q.weight": ones}, "ltxv")
     write_gguf(folder / "mmproj.gguf", {"v.blk.0.attn_q.weight": ones}, "clip")
     assert open_checkpoint(folder).source("transformer").where.name == "transformer.gguf"
 
 
-def test_several_transformers_in_a_folder_are_listed(apart, tmp_path):
-    folder = linked(apart[0], tmp_path / "m")
-    (folder / "other.gguf").symlink_to((apart[0] / "transformer.gguf").resolve())
+def test_several_transformers_in_a_folder_are_listed(folder):
+    (folder / "other.gguf").symlink_to(folder / "transformer.gguf")
     with refused(r"2 candidates for the checkpoint: .*other\.gguf, .*transformer\.gg.* --model"):
         open_checkpoint(folder)
     assert open_checkpoint(folder / "other.gguf").config.version == (2, 3, 0)
 
 
-def test_connectors_come_from_files_beside(apart, tiny, tmp_path):
+def test_connectors_come_from_files_beside(folder, tiny):
     """The text projection in one file, the connectors in another, without the prefix; twice is once
     too often."""
-    folder = linked(apart[0], tmp_path / "m", "text.safetensors")
+    ours = arrays_of(folder / "text.safetensors")
+    (folder / "text.safetensors").unlink()
     with refused(r"no embeddings connectors; .* beside it"):
         open_checkpoint(folder)
-    file = TensorFile(apart[0] / "text.safetensors")
-    ours = {name: file.read(name) for name in file.names()}
     connectors = {name.removeprefix(PREFIX): a for name, a in ours.items() if "connector" in name}
     write_arrays(folder / "connectors.safetensors", connectors)
     with refused(r"no text projection .*put the release's file"):
@@ -468,10 +447,9 @@ def test_connectors_come_from_files_beside(apart, tiny, tmp_path):
     for name in ours:
         np.testing.assert_array_equal(source.read(name), ours[name])
     assert inspect_path(folder / "connectors.safetensors")["kind"] == "embeddings connectors"
-    other = TensorFile(tiny("tiny-2.0", "official") / "tiny-2.0.safetensors")
     # As wide as the tiny 2.3's.
-    names = [n for n in other.names() if component_of(n) == "text" and "audio" not in n]
-    older = {name: other.read(name) for name in names}
+    other = tiny("tiny-2.0", "official") / "tiny-2.0.safetensors"
+    older = arrays_of(other, lambda n: component_of(n) == "text" and "audio" not in n)
     write_arrays(folder / "of-2.0.safetensors", older)
     assert open_checkpoint(folder).source("text").info(name).shape == ours[name].shape
     write_arrays(folder / "distilled.safetensors", connectors)
@@ -483,8 +461,7 @@ def test_a_lora_on_a_gguf_matrix_is_added_in_float32(apart, tmp_path, rng):
     file = GgufFile(apart[0] / "transformer.gguf")
     name = f"{PREFIX}transformer_blocks.1.attn1.to_q.weight"
     rows, columns = file.info(name).shape
-    down = rng.standard_normal((2, columns)).astype(BF16)
-    up = rng.standard_normal((rows, 2)).astype(BF16)
+    down, up = (rng.standard_normal(shape).astype(BF16) for shape in ((2, columns), (rows, 2)))
     stem = name.removeprefix("model.").removesuffix("weight")
     halves = {f"{stem}lora_A.weight": down, f"{stem}lora_B.weight": up}
     write_arrays(tmp_path / "l.safetensors", halves)
@@ -518,7 +495,7 @@ def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
 def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
     """The bytes that are loaded are those of the graph, which `plan` prints; layers from host
     memory, or from the file, change nothing."""
-    size = {"width": 64, "height": 64, "num_frames": 9, "seed": 3, "steps": 2}
+    size = {"width": 64, "height": 64, "num_frames": 9, "seed": 3, "steps": 1, "audio": False}
     monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
     clips = []
     one = Residence({"transformer": 1, "text-encoder": 1})
@@ -544,7 +521,6 @@ def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
             assert weight_bytes([kept.graph]) < 0.5 * decoded_bytes
     for clip in clips[1:]:
         np.testing.assert_array_equal(clip.frames, clips[0].frames)
-        np.testing.assert_array_equal(clip.waveform, clips[0].waveform)
 
 
 def test_an_accelerator_keeps_what_is_stored_where_decoded_weights_do_not_fit(apart):
@@ -669,6 +645,13 @@ def test_a_folder_of_gguf_files_alone_is_understood(apart, gemmas, tmp_path):
         checkpoint.require_tokenizer()
 
 
+def with_keys(gemmas, path: Path, change, **more: np.ndarray) -> Path:
+    """The GGUF file with other keys, where None takes one away, and more arrays."""
+    keys = gemma_keys(open_gemma(gemmas[1])[0]) | change
+    keys = {key: value for key, value in keys.items() if value is not None}
+    return write_gguf(path, arrays_of(gemmas[0]) | more, "gemma3", keys)
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
@@ -684,12 +667,8 @@ def test_a_folder_of_gguf_files_alone_is_understood(apart, gemmas, tmp_path):
     ],
 )  # fmt: skip
 def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, change, says):
-    changed, file = gemma_keys(open_gemma(gemmas[1])[0]) | change, GgufFile(gemmas[0])
-    keys = {key: value for key, value in changed.items() if value is not None}
-    arrays = {name: file.read(name) for name in file.names()}
-    write_gguf(tmp_path / "g.gguf", arrays, "gemma3", keys)
     with refused(re.escape(says)):
-        open_checkpoint(apart[0], text_encoder=tmp_path / "g.gguf")
+        open_checkpoint(apart[0], text_encoder=with_keys(gemmas, tmp_path / "g.gguf", change))
 
 
 @pytest.mark.parametrize(
@@ -707,13 +686,10 @@ def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, chan
     ],
 )  # fmt: skip
 def test_keys_of_other_converters_are_read(gemmas, tmp_path, change, meant):
-    config = open_gemma(gemmas[1])[0]
-    keys = {k: v for k, v in (gemma_keys(config) | change).items() if v is not None}
-    file = GgufFile(gemmas[0])
-    arrays = {name: file.read(name) for name in file.names()} | {"v.blk.0.ln1.weight": np.ones(3)}
-    write_gguf(tmp_path / "g.gguf", arrays, "gemma3", keys)
-    found, source = open_gemma(tmp_path / "g.gguf")
-    assert found == replace(config, **meant) and not any("v." in name for name in source.names())
+    path = with_keys(gemmas, tmp_path / "g.gguf", change, **{"v.blk.0.ln1.weight": np.ones(3)})
+    found, source = open_gemma(path)
+    assert found == replace(open_gemma(gemmas[1])[0], **meant)
+    assert not any("v." in name for name in source.names())
 
 
 def test_a_released_model_without_its_scaling_has_it(gemmas, capsys):

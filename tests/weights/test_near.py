@@ -10,7 +10,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ltx2rt.graph.encodings import quantise_rows
 from ltx2rt.weights import files
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays, write_tensors
@@ -19,19 +18,15 @@ from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION
 from ltx2rt.weights.near import models_folder, tree_around
 from ltx2rt.weights.text_encoder import open_gemma
 from tests.conftest import refused
-from tests.gguf_files import package, take_apart, write_gguf
+from tests.gguf_files import arrays_of, package, take_apart, write_gguf
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 HOME = {  # where ComfyUI keeps what, by a word in the name of a tiny file
-    "transformer": "diffusion_models",
-    "gemma": "text_encoders",
-    "text-encoder": "text_encoders",
-    "vae": "vae",
-    "lora": "loras",
-    "upsampler": "latent_upscale_models",
-    "duration-head": "model_patches",
-}
-MAIN = "tiny-2.3.safetensors"
+    "transformer": "diffusion_models", "gemma": "text_encoders", "text-encoder": "text_encoders",
+    "vae": "vae", "lora": "loras", "upsampler": "latent_upscale_models", "duration-head": "model_patches",
+}  # fmt: skip
+MAIN, UP = "tiny-2.3.safetensors", "tiny-2.3-spatial-upsampler-x2.safetensors"
+ONES = np.ones((4, 4), np.float32)
 
 
 def place(source: Path, folder: Path) -> Path:
@@ -52,15 +47,12 @@ def arranged(official: Path, root: Path) -> Path:
 
 def one_file(gemma: Path, path: Path, change=lambda name, array: {name: array}) -> Path:
     """The Gemma of a folder as ComfyUI has it: one file without a config, an image tower in it."""
-    file = TensorFile(gemma / "model.safetensors")
     arrays = {}
-    for name in file.names():
-        array = np.array(file.read(name))
+    for name, array in arrays_of(gemma / "model.safetensors").items():
         if name.startswith(GEMMA):
             arrays |= change(f"model.{name.removeprefix(GEMMA)}", array)
         else:
             arrays[name.replace("vision_tower.", "")] = array
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_arrays(path, arrays)
     return path
 
@@ -69,26 +61,23 @@ def scaled(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     """ComfyUI's older float8: one scale for a matrix, under its older name."""
     if array.ndim != 2 or "embed" in name:
         return {name: array}
-    values = array.astype(np.float32)
+    values, stem = array.astype(np.float32), name.removesuffix("weight")
     scale = np.float32(np.abs(values).max() / 448)
-    stem = name.removesuffix("weight")
-    scales = {"scale_weight": np.array(scale), "scale_input": np.array(1, np.float32)}
     found = {name: (values / scale).astype(E4M3), "scaled_fp8": np.zeros(0, E4M3)}
-    return found | {f"{stem}{own}": x for own, x in scales.items()}
+    return found | {f"{stem}scale_weight": scale, f"{stem}scale_input": np.float32(1)}
 
 
 def nvfp4(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     if array.ndim != 2 or "mlp.up_proj" not in name:
         return {name: array}
     (rows, columns), stem = array.shape, name.removesuffix("weight")
-    scales = np.zeros((-(-rows // 128) * 128, -(-columns // 64) * 4), E4M3)
-    mark = np.frombuffer(json.dumps({"format": "nvfp4"}).encode(), np.uint8)
-    return {
-        name: np.zeros((rows, columns // 2), np.uint8),
-        f"{stem}weight_scale": scales,
-        f"{stem}weight_scale_2": np.array(1, np.float32),
-        f"{stem}comfy_quant": mark,
+    found = {
+        "weight": np.zeros((rows, columns // 2), np.uint8),
+        "weight_scale": np.zeros((-(-rows // 128) * 128, -(-columns // 64) * 4), E4M3),
+        "weight_scale_2": np.float32(1),
+        "comfy_quant": np.frombuffer(b'{"format": "nvfp4"}', np.uint8),
     }
+    return {f"{stem}{own}": value for own, value in found.items()}
 
 
 @pytest.fixture
@@ -118,7 +107,7 @@ def test_gguf_files_are_found_as_well(tiny, tmp_path):
     package()
     root = arranged(take_apart(tiny("tiny-2.3", "official"), tmp_path)[0], tmp_path / "ComfyUI")
     own = root / "models" / "diffusion_models"
-    write_gguf(own / "llama.gguf", {"blk.0.x": np.ones(4, np.float32)}, "llama")
+    write_gguf(own / "llama.gguf", {"blk.0.x": ONES}, "llama")
     checkpoint = open_checkpoint(root)
     assert checkpoint.source("transformer").where == own / "transformer.gguf"
     assert checkpoint.config == open_checkpoint(tiny("tiny-2.3", "official")).config
@@ -135,12 +124,10 @@ def test_names_of_folders_are_known_and_those_of_files_do_not_matter(comfy, tmp_
             deeper = path.parent / "ltx"
             deeper.mkdir(exist_ok=True)
             path.rename(deeper / f"{i}.safetensors")
-    old = {
-        "unet": "checkpoints",
-        "clip": "text_encoders",
-        "upscale_models": "latent_upscale_models",
-    }
-    for name, new in old.items():
+    old = ("unet", "clip", "upscale_models")
+    for name, new in zip(
+        old, ("checkpoints", "text_encoders", "latent_upscale_models"), strict=True
+    ):
         (comfy / "models" / new).rename(comfy / "models" / name)
     assert len(open_checkpoint(comfy).sources) == 7
 
@@ -148,27 +135,19 @@ def test_names_of_folders_are_known_and_those_of_files_do_not_matter(comfy, tmp_
 def test_files_of_other_models_and_damaged_ones_are_no_matter(comfy, tmp_path):
     models = comfy / "models"
     block = "transformer_blocks.0.attn1.to_q"
-    ones = np.ones((4, 4), np.float32)
     others = {  # an earlier LTX-Video and others' files that have words of ours
-        "checkpoints/ltxv.safetensors": {f"model.diffusion_model.{block}.weight": ones},
-        "vae/ltxv.safetensors": dict.fromkeys(
-            ("per_channel_statistics.mean-of-means", "decoder.x.weight"), ones
-        ),
-        "loras/style.safetensors": {f"diffusion_model.{block}.lora_A.weight": ones},
-        "text_encoders/gemma_2_2b.safetensors": {
-            "model.layers.0.post_feedforward_layernorm.weight": ones
-        },
-        "text_encoders/t5.safetensors": {"encoder.block.0.weight": ones},
+        "checkpoints/ltxv": f"model.diffusion_model.{block}.weight",
+        "vae/ltxv": "per_channel_statistics.mean-of-means decoder.x.weight",
+        "loras/style": f"diffusion_model.{block}.lora_A.weight",
+        "text_encoders/gemma_2_2b": "model.layers.0.post_feedforward_layernorm.weight",
+        "text_encoders/t5": "encoder.block.0.weight",
     }
     for name in ("vae", "upscale_models", "diffusion_models"):
         (models / name).mkdir()
-    for name, arrays in others.items():
-        write_arrays(models / name, arrays, {"model_version": "0.9.7"})
-    shapes = {
-        "initial_conv": (16, 128, 3, 3, 3),
-        "final_conv": (4, 4),
-        "upsampler.0": (64, 16, 3, 3),
-    }
+    for name, keys in others.items():
+        arrays = dict.fromkeys(keys.split(), ONES)
+        write_arrays(models / f"{name}.safetensors", arrays, {"model_version": "0.9.7"})
+    shapes = {"initial_conv": (16, 128, 3), "final_conv": (4, 4), "upsampler.0": (64, 16, 3, 3)}
     upsampler = {f"{name}.weight": np.ones(size, np.float32) for name, size in shapes.items()}
     write_arrays(models / "upscale_models" / "ltxv.safetensors", upsampler, {"config": "{}"})
     (models / "vae" / "cut.safetensors").write_bytes(b"\xff" * 100)
@@ -250,9 +229,8 @@ def test_a_lora_of_another_release_is_never_taken(comfy, tiny):
 def with_window(gemma: Path, out: Path) -> Path:
     """The folder with the sliding window that one-file models are taken to have."""
     shutil.copytree(gemma, out)
-    config = json.loads((out / "config.json").read_text())
-    config["text_config"]["sliding_window"] = 1024
-    (out / "config.json").write_text(json.dumps(config))
+    text = (out / "config.json").read_text()
+    (out / "config.json").write_text(re.sub(r'("sliding_window": )\d+', r"\g<1>1024", text))
     return out
 
 
@@ -271,11 +249,9 @@ def test_gemma_in_one_file_is_the_gemma_of_its_folder(single):
     shutil.copy(folder / "tokenizer.json", near.parent)
     given = open_checkpoint(comfy, text_encoder=near.parent)  # the folder of that file
     assert given.source("gemma").where == near and given.tokenizer is not None
-    (found, source) = open_gemma(near)
-    (expected, own) = open_gemma(folder)
-    assert found == expected
+    (found, source), (expected, own) = open_gemma(near), open_gemma(folder)
     names = [name for name in own.names() if name.startswith(GEMMA)]
-    assert set(source.names()) == set(names)
+    assert found == expected and set(source.names()) == set(names)
     for name in names:
         np.testing.assert_array_equal(source.read(name), own.read(name))
 
@@ -342,11 +318,9 @@ def test_a_file_that_lacks_a_tensor_is_refused(single, tmp_path, gone):
 def test_a_transformer_alone_may_lack_prefix_and_config(tiny, tmp_path, bare):
     """As files of others are: the release is the one with these names and shapes."""
     plain = take_apart(tiny("tiny-2.3", "official"), tmp_path)[1]
-    file = TensorFile(plain / "transformer.safetensors")
-    prefix = "model.diffusion_model." if bare else ""
-    arrays = {name.removeprefix(prefix): file.read(name) for name in file.names()}
-    (plain / "transformer.safetensors").unlink()
-    write_arrays(plain / "transformer.safetensors", arrays)
+    path, prefix = plain / "transformer.safetensors", "model.diffusion_model." if bare else ""
+    arrays = {name.removeprefix(prefix): array for name, array in arrays_of(path).items()}
+    write_arrays(path, arrays)
     found, expected = open_checkpoint(plain), open_checkpoint(tiny("tiny-2.3", "official"))
     assert found.config == expected.config
     assert set(found.source("transformer").names()) == set(expected.source("transformer").names())
@@ -354,19 +328,12 @@ def test_a_transformer_alone_may_lack_prefix_and_config(tiny, tmp_path, bare):
 
 def test_a_scaled_float8_transformer_is_read_under_the_older_names(tiny, tmp_path):
     plain = take_apart(tiny("tiny-2.3", "official"), tmp_path)[1]
-    file = TensorFile(plain / "transformer.safetensors")
-    arrays = {}
-    for name in file.names():
-        array = file.read(name)
-        stem = name.removesuffix("weight")
-        if "transformer_blocks.1." in name and array.ndim == 2 and name.endswith("weight"):
-            values, scale = quantise_rows(array.reshape(1, -1))
-            arrays |= {name: values.reshape(array.shape), f"{stem}scale_weight": scale.reshape(())}
-        else:
-            arrays[name] = array
-    arrays["model.diffusion_model.scaled_fp8"] = np.zeros(2, E4M3)
-    (plain / "transformer.safetensors").unlink()
-    write_arrays(plain / "transformer.safetensors", arrays, file.metadata)
+    path, arrays = plain / "transformer.safetensors", {}
+    for name, array in arrays_of(path).items():
+        block = "transformer_blocks.1." in name and name.endswith("weight")
+        arrays |= scaled(name, array) if block else {name: array}
+    arrays["model.diffusion_model.scaled_fp8"] = arrays.pop("scaled_fp8")
+    write_arrays(path, arrays, TensorFile(path).metadata)
     found = inspect_path(plain)
     assert found["problems"] == [] and found["components"]["transformer"]["dtypes"]["float8"] > 20
 
@@ -439,8 +406,7 @@ def test_inspect_prints_a_row_for_each_part_and_what_is_missing(comfy, command):
     rows = {path.rpartition("/")[2]: row for path, row in pairs}
     assert re.fullmatch(r"checkpoint, LTX-2\.3, BF16 99\.\d %, F32 0\.\d %, [\d.]+ GB", rows[MAIN])
     assert re.fullmatch(r"text encoder, Gemma 3, BF16, [\d.e-]+ GB", rows["gemma-3"])
-    upsampler = rows["tiny-2.3-spatial-upsampler-x2.safetensors"]
-    assert re.fullmatch(r"x2 spatial upsampler, LTX-2\.3, BF16, [\d.e-]+ GB", upsampler)
+    assert re.fullmatch(r"x2 spatial upsampler, LTX-2\.3, BF16, [\d.e-]+ GB", rows[UP])
     assert rows["tokenizer.json"] == "tokenizer"
     flag = "--distilled-lora"
     assert f"  missing: distilled LoRA ({flag}), unless the checkpoint is a distilled one" in lines
@@ -482,11 +448,6 @@ def test_folders_that_its_settings_name_are_searched(comfy, tmp_path, at):
 # ---- files that ComfyUI has saved ----------------------------------------------------------------
 
 
-def arrays_of(path, chosen=lambda name: True):
-    file = TensorFile(path)
-    return {name: file.read(name) for name in file.names() if chosen(name)}, file.metadata
-
-
 def equal(found, expected) -> bool:
     """Whether two checkpoints have the same configs, names and numbers."""
     same = found.config == expected.config
@@ -503,20 +464,20 @@ def saved(tiny, tmp_path):
     """A folder with all that the "Save Checkpoint" node writes, and the rest of the release."""
     official, names = tiny("tiny-2.3", "official"), ("model.diffusion_model.", "vae.")
     main = official / MAIN
-    merged, _ = arrays_of(main, lambda n: n.startswith(names))
-    rest, metadata = arrays_of(main, lambda n: not n.startswith((*names, TEXT_PROJECTION)))
-    projection, _ = arrays_of(main, lambda n: n.startswith(TEXT_PROJECTION))
-    gemma, _ = arrays_of(official / "gemma-3" / "model.safetensors")
+    merged = arrays_of(main, lambda name: name.startswith(names))
+    rest = arrays_of(main, lambda name: not name.startswith((*names, TEXT_PROJECTION)))
+    projection = arrays_of(main, lambda name: name.startswith(TEXT_PROJECTION))
+    gemma = arrays_of(official / "gemma-3" / "model.safetensors")
     prefix = "text_encoders.gemma3_12b.transformer."
     merged |= {prefix + n.removeprefix("language_model."): array for n, array in gemma.items()}
     merged |= {f"text_encoders.{name}": array for name, array in projection.items()}
     merged["text_encoders.gemma3_12b.logit_scale"] = np.float32(4.6).reshape(())
     merged["text_encoders.spiece_model"] = np.zeros(4, np.uint8)
     folder = tmp_path / "saved"
-    place(official / "tiny-2.3-spatial-upsampler-x2.safetensors", folder)
-    place(official / "gemma-3", folder)
+    for name in (UP, "gemma-3"):
+        place(official / name, folder)
     write_arrays(folder / "merged.safetensors", merged, {"prompt": "{}", "workflow": "{}"})
-    write_arrays(folder / "rest.safetensors", rest, metadata)
+    write_arrays(folder / "rest.safetensors", rest, TensorFile(main).metadata)
     return folder
 
 
@@ -530,13 +491,13 @@ def test_a_checkpoint_that_comfyui_has_saved_is_read(saved, tiny):
 
 def test_what_a_merged_transformer_lacks_comes_from_a_complete_file(tiny, tmp_path, capsys):
     official = tiny("tiny-2.3", "official")
-    complete, models = official / "tiny-2.3.safetensors", tmp_path / "ComfyUI" / "models"
+    complete, models = official / MAIN, tmp_path / "ComfyUI" / "models"
     prefix = "model.diffusion_model."
-    own, _ = arrays_of(complete, lambda n: n.startswith(prefix) and "embeddings_connector" not in n)
+    own = arrays_of(complete, lambda n: n.startswith(prefix) and "embeddings_connector" not in n)
     path = models / "diffusion_models" / "merged.safetensors"
     path.parent.mkdir(parents=True)
     write_arrays(path, own, {"modelspec.architecture": "ltxav"})
-    for name in ("gemma-3", "tiny-2.3-spatial-upsampler-x2.safetensors"):
+    for name in ("gemma-3", UP):
         place(official / name, models / ("text_encoders" if "gemma" in name else "vae"))
     with refused("no video VAE and no audio VAE was found"):
         open_checkpoint(path)
