@@ -20,10 +20,12 @@ from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.hub import Repo, parse_repo
+from tests.gguf_files import arrays_of, linked
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CLIP = "--backend cuda --device cpu --width 64 --height 64 --num-frames 9 --steps 1 --seed 1"
 CLIP += " --no-audio --prompt x"
+HEADERS = ("bytes=0", "bytes=8")  # ranges that begin so
 
 
 class Hub:
@@ -33,18 +35,12 @@ class Hub:
     def __init__(self):
         self.repositories: dict[str, Path] = {}
         self.gated: dict[str, int] = {}
-        self.cut, self.got, hub = None, [], self
+        self.cut, self.got = None, []
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_):
-                pass
-
-            def do_GET(self):
-                hub.answer(self)
-
-            do_HEAD = do_GET
+            do_GET = do_HEAD = lambda to: self.answer(to)
+            log_message = lambda *_: None  # noqa: E731
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.server.daemon_threads = True
@@ -90,13 +86,8 @@ class Hub:
             headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
             data, status = data[start:stop], 206
         if self.cut == words[-1] and to.command == "GET" and not asked:
-            self.cut = None
-            to.send_response(200)
-            for key, value in headers.items():
-                to.send_header(key, value)
-            to.send_header("Content-Length", str(len(data)))
-            to.end_headers()
-            to.wfile.write(data[: len(data) // 2])
+            self.cut, headers["Content-Length"] = None, str(len(data))
+            self.send(to, status, headers, data[: len(data) // 2])
             to.wfile.flush()
             return to.connection.close()
         return self.send(to, status, headers, data)
@@ -111,29 +102,20 @@ class Hub:
 
     def fetched(self) -> Counter:
         """How often files were asked for by name, their headers alone not counted."""
-        header = re.compile(r"bytes=[08]-")
-        got = [
-            path for kind, path, part in self.got if kind == "GET" and not header.match(part or "")
-        ]
-        return Counter(path.split("/", 5)[-1] for path in got if "/resolve/" in path)
+        whole = [(kind, path) for kind, path, part in self.got if (part or "")[:7] not in HEADERS]
+        got = [path for kind, path in whole if kind == "GET" and "/resolve/" in path]
+        return Counter(path.split("/", 5)[-1] for path in got)
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
+def served(tiny, tmp_path_factory):
     """A repository like 2.0's: both layouts, two checkpoints, two upsamplers."""
-    folder = tmp_path_factory.mktemp("hub")
-    make_checkpoint("tiny-2.3", "official", folder / "made")
-    made = folder / "made"
-    plain = folder / "plain"
-    plain.mkdir()
-    for name in ("tiny-2.3.safetensors", "tiny-2.3-spatial-upsampler-x2.safetensors",
-                 "tiny-2.3-distilled-lora.safetensors"):  # fmt: skip
-        (plain / name).symlink_to(made / name)
+    folder, made = tmp_path_factory.mktemp("hub"), tiny("tiny-2.3", "official")
+    plain = linked(made, folder / "plain", "gemma-3")
     (plain / "README.md").write_text("a picture of a cat")
     (plain / "strange.safetensors").symlink_to(made / "gemma-3" / "model.safetensors")
-    mixed = folder / "mixed"
-    make_checkpoint("tiny-2.3", "diffusers", mixed)
-    (mixed / "tiny-2.3-distilled-lora.safetensors").unlink()
+    lora = "tiny-2.3-distilled-lora.safetensors"
+    mixed = linked(tiny("tiny-2.3", "diffusers"), folder / "mixed", lora)
     for path in plain.glob("tiny*"):
         (mixed / path.name).symlink_to(path.resolve())
         if "lora" not in path.name:
@@ -149,16 +131,11 @@ def served(tmp_path_factory):
 
 
 RELEASED = {  # as LTX-2.5 lies on the hub: folders without configs
-    "transformer": "diffusion_models/distilled",
-    "text-encoder": "text_encoders/gemma4",
-    "video-vae-conv": "vae/conv",
-    "video-vae": "vae/diffusion",
-    "audio-vae": "vae/audio",
-    "spatial-upsampler-x2": "latent_upscale_models/spatial",
-    "temporal-upsampler-x2": "latent_upscale_models/temporal",
-    "distilled-lora": "loras/distilled",
-    "duration-head": "model_patches/duration",
-}
+    "transformer": "diffusion_models/distilled", "text-encoder": "text_encoders/gemma4",
+    "video-vae-conv": "vae/conv", "video-vae": "vae/diffusion", "audio-vae": "vae/audio",
+    "spatial-upsampler-x2": "latent_upscale_models/spatial", "distilled-lora": "loras/distilled",
+    "temporal-upsampler-x2": "latent_upscale_models/temporal", "duration-head": "model_patches/duration",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -206,21 +183,21 @@ def test_names_of_repositories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert parse_repo(Path("lab/plain")) == Repo("lab/plain")
     assert parse_repo(Path("lab/plain@refs/pr/1")) == Repo("lab/plain", None, "refs/pr/1")
-    file = Repo("lab/plain", "a.safetensors", "v1")
-    assert parse_repo(Path("lab/plain/a.safetensors@v1")) == file
+    assert parse_repo(Path("lab/plain/a.safetensors@v1")) == Repo(
+        "lab/plain", "a.safetensors", "v1"
+    )
     host = "https://huggingface.co"
-    for address in (
-        f"{host}/lab/plain", f"{host}/lab/plain/tree/main", "hf://lab/plain",
-        "huggingface.co/lab/plain", f"{host}/lab/plain#usage",
-    ):  # fmt: skip
+    for end in ("", "/tree/main", "#usage"):
+        assert parse_repo(Path(f"{host}/lab/plain{end}")) == Repo("lab/plain")
+    for address in ("hf://lab/plain", "huggingface.co/lab/plain"):
         assert parse_repo(Path(address)) == Repo("lab/plain")
     for change in ("resolve/refs/pr/3", "blob/refs%2Fpr%2F3"):
         address = f"huggingface.co/lab/plain/{change}/a.safetensors"
         assert parse_repo(Path(address)) == Repo("lab/plain", "a.safetensors", "refs/pr/3")
     address = f"{host}/lab/plain/resolve/v1/sub/a.safetensors?download=true"
     assert parse_repo(Path(address)) == Repo("lab/plain", "sub/a.safetensors", "v1")
-    assert parse_repo(Path("lab/plain/a.Q4_K_M.gguf")) == Repo("lab/plain", "a.Q4_K_M.gguf")
-    assert parse_repo(Path("lab/plain/model_index.json")) == Repo("lab/plain", "model_index.json")
+    for file in ("a.Q4_K_M.gguf", "model_index.json"):
+        assert parse_repo(Path(f"lab/plain/{file}")) == Repo("lab/plain", file)
     for path in (
         "plain", "lab/plain/folder", "./lab/plain", "../lab", "/lab/plain", "lab/plain@", ".",
         "lab/plain.safetensors", "https://civitai.com/models/1",
@@ -251,6 +228,17 @@ def test_a_run_fetches_what_its_pipeline_reads_and_no_more(run, served):
     assert served.fetched().keys() == {"strange.safetensors"}
 
 
+LOCATED = """
+import sys
+from ltx2rt.session.open import located
+from ltx2rt.session.options import ModelOptions, parse_lora
+from ltx2rt.weights.lora import open_lora
+
+(spec,) = located(ModelOptions("cuda", sys.argv[1], loras=(parse_lora(sys.argv[2]),)), ()).loras
+print(*(change.scale for change in open_lora(spec.path, spec.strength).changes.values()))
+"""
+
+
 def test_a_lora_comes_with_the_config_that_has_its_scale(run, served, tmp_path):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
@@ -260,13 +248,11 @@ def test_a_lora_comes_with_the_config_that_has_its_scale(run, served, tmp_path):
     (adapter / "adapter_config.json").write_text('{"r": 128, "lora_alpha": 8}')
     served.repositories["lab/adapter"] = adapter
     model = served.repositories["lab/gemma"].parent / "tiny-2.3.safetensors"
-    words = f"generate --backend cuda --device cpu --model {model} --pipeline t2a --duration 0.2 --steps 1"
-    words += " --prompt a --seed 1 --output a.wav --lora"
-    status, _, err = run(*words.split(), "lab/adapter:0.5")
-    assert status == 0 and "modules of" in err
-    assert "adapter_model.safetensors at strength 0.5" in err
+    status, out, err = run("-c", LOCATED, model, "lab/adapter:0.5", module=())
+    assert (status, float(out)) == (0, 0.5 * 8 / 128), err
     assert served.fetched().keys() == {"adapter_model.safetensors", "adapter_config.json"}
-    assert "no b.safetensors; " in one_line(run(*words.split(), "lab/adapter/b.safetensors"))
+    _, _, err = run("-c", LOCATED, model, "lab/adapter/b.safetensors", module=())
+    assert "InputError: lab/adapter: no b.safetensors; " in err
 
 
 @pytest.mark.slow
@@ -322,11 +308,10 @@ def test_a_repository_is_scanned_as_a_folder_is(run, parted):
 def test_shards_of_a_repository_are_one_checkpoint(run, served, tmp_path):
     """Two shards under an index, beside a file that the run does not read."""
     made = TensorFile(served.repositories["lab/plain"] / "tiny-2.3.safetensors")
-    names, repository = sorted(made.names()), tmp_path / "shards"
+    names, repository, home = sorted(made.names()), tmp_path / "shards", {}
     repository.mkdir()
-    home = {}
     for i, part in enumerate((names[::2], names[1::2])):
-        arrays = {name: made.read(name) for name in part}
+        arrays = arrays_of(made.path, set(part).__contains__)
         write_arrays(repository / f"tiny-{i}.safetensors", arrays, made.metadata)
         home |= dict.fromkeys(part, f"tiny-{i}.safetensors")
     (repository / "tiny.safetensors.index.json").write_text(json.dumps({"weight_map": home}))
@@ -420,21 +405,27 @@ def test_one_of_several_is_chosen_by_its_file(run, served):
     assert "missing: x2 spatial upsampler" in out, err
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (("lab/gated",),
-         "lab/gated is gated: accept its terms on its page of the hub, then log in"),
-        (("lab/none",), "lab/none is neither a path nor a repository of the hub .*log in"),
-        (("lab/plain", "--revision", "v9"), "lab/plain has no revision v9"),
-        (("lab/plain/no.safetensors",),
-         r"no.safetensors is no checkpoint in it; found: tiny-2.3.safetensors"),
-        pytest.param(("lab/gemma",), "no checkpoint of LTX-2 in it", marks=pytest.mark.long),
-        pytest.param(("nothing",), "expected ORG/NAME", marks=pytest.mark.long),
-    ],
-)  # fmt: skip
-def test_what_the_hub_refuses_is_one_line(run, words, says):
-    assert re.search(says, one_line(run("weights", "fetch", *words)))
+REFUSED = {
+    "lab/gated": "lab/gated is gated: accept its terms on its page of the hub, then log in",
+    "lab/none": "lab/none is neither a path nor a repository of the hub .*log in",
+    "lab/plain --revision v9": "lab/plain has no revision v9",
+    "lab/plain/no.safetensors": "no.safetensors is no checkpoint in it; found: tiny-2.3.safetensors",
+    "lab/gemma": "no checkpoint of LTX-2 in it",
+    "nothing": "expected ORG/NAME",
+}
+FETCHED = """
+import sys
+from ltx2rt import cli
+
+print([cli.main(["weights", "fetch", *words.split()]) for words in sys.argv[1:]])
+"""
+
+
+def test_what_the_hub_refuses_is_one_line(run):
+    _, out, err = run("-c", FETCHED, *REFUSED, module=())
+    assert out == f"{[2] * len(REFUSED)}\n"
+    for line, says in zip(err.splitlines(), REFUSED.values(), strict=True):
+        assert re.fullmatch(f"ltx2rt: error: .*{says}.*", line)
 
 
 def test_a_hub_that_does_not_answer_is_one_line(run):
@@ -446,26 +437,19 @@ def test_a_hub_that_does_not_answer_is_one_line(run):
         assert said in one_line(run("weights", "fetch", "lab/plain", **more))
 
 
-@pytest.mark.parametrize(
-    "file",
-    [
+def test_a_list_of_files_that_is_none_is_one_line(run, served, monkeypatch):
+    files = [
         {"rfilename": 3, "size": 1},
-        *(pytest.param({"size": size}, marks=pytest.mark.long) for size in ("12", -5)),
-    ],
-)
-def test_a_list_of_files_that_is_none_is_one_line(run, served, monkeypatch, file):
-    entry = {"rfilename": "a.safetensors", "size": 1} | file
-    body = json.dumps({"id": "lab/plain", "sha": COMMIT, "siblings": [entry]}).encode()
-    monkeypatch.setattr(served, "send", lambda to, status, headers, data=b"": sent(to, body))
+        *({"rfilename": "a", "size": size} for size in ("12", -5)),
+    ]
 
-    def sent(to, data):
-        to.send_response(200)
-        to.send_header("Content-Length", str(len(data)))
-        to.end_headers()
-        to.wfile.write(data)
+    def answer(to, send=served.send):
+        about = {"id": "lab/plain", "sha": COMMIT, "siblings": [files.pop()]}
+        send(to, 200, {}, json.dumps(about).encode())
 
-    error = one_line(run("weights", "fetch", "lab/plain"))
-    assert "its list on the hub holds" in error
+    monkeypatch.setattr(served, "answer", answer)
+    _, out, err = run("-c", FETCHED, "lab/a", "lab/b", "lab/c", module=())
+    assert (out, files, err.count("its list on the hub holds")) == ("[2, 2, 2]\n", [], 3)
 
 
 def test_what_begins_with_a_dot_is_never_asked_of_the_hub(run, served):
