@@ -12,7 +12,9 @@ tests; the runs' digests hold on one.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import os
 import subprocess
@@ -21,6 +23,11 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from PIL import Image
+from safetensors.numpy import load_file
+
+from ltx2rt import cli
 
 GOLDEN = Path(__file__).with_name("golden_graphs.json")
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5")  # whose graphs the golden file has
@@ -58,11 +65,6 @@ def graph_hash(arguments: tuple[str, ...]) -> str:
     A constant counts as such however it is made: `full`, `affine` with scale 0, or `affine` or
     `expand` of a constant; what only constants read does not count.
     """
-    import contextlib
-    import io
-
-    from ltx2rt import cli
-
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
         status = cli.main(["graph", *arguments, "--format", "json"])
@@ -81,13 +83,8 @@ def _nodes(nodes: list[dict[str, Any]], numbers: dict[str, Any]) -> list[Any]:
     for i, node in enumerate(nodes):
         constant = _constant(node, [numbers.get(name, name) for name in node["inputs"]])
         if constant is not None:
-            numbers[node["outputs"][0]] = [
-                "constant",
-                constant,
-                node["axes"],
-                node["shape"],
-                node["dtype"],
-            ]
+            about = ["constant", constant, node["axes"], node["shape"], node["dtype"]]
+            numbers[node["outputs"][0]] = about
             gone.add(i)
         for name in node["inputs"]:
             readers.setdefault(name, []).append(i)
@@ -100,16 +97,11 @@ def _nodes(nodes: list[dict[str, Any]], numbers: dict[str, Any]) -> list[Any]:
         if i in gone:
             continue
         operands = [numbers.get(name, name) for name in node["inputs"]]
-        row: dict[str, Any] = {
-            key: node[key] for key in ("op", "axes", "shape", "dtype", "collective")
-        }
+        row = {key: node[key] for key in ("op", "axes", "shape", "dtype", "collective")}
         row |= {"inputs": operands, "attrs": node.get("attrs", {})}
         if "body" in node:
-            row |= {
-                "count": node["count"],
-                "body": _nodes(node["body"], {}),
-                **{k: node[k] for k in ("first",) if k in node},
-            }
+            row |= {"count": node["count"], "body": _nodes(node["body"], {})}
+            row |= {key: node[key] for key in ("first",) if key in node}
         rows.append(row)
         numbers |= {name: f"{len(rows)}.{i}" for i, name in enumerate(node["outputs"])}
     return rows
@@ -141,55 +133,24 @@ def run_digests() -> dict[str, str]:
         folder = Path(name)
         _ltx2rt(*"weights make --preset tiny-2.3 --layout official".split(), folder / "tiny-2.3")
         _ltx2rt(*"weights make --preset tiny-2.0 --layout diffusers".split(), folder / "tiny-2.0")
-        from PIL import Image
-
         Image.linear_gradient("L").resize((200, 100)).convert("RGB").save(folder / "image.png")
         for backend in ("cuda", "tpu"):
             for model in ("tiny-2.3", "tiny-2.0"):
                 for pipeline in PIPELINES:
-                    more = ["--pipeline", pipeline]
-                    if pipeline == "distilled":
-                        more += ["--distilled-lora", *_lora(folder / model)]
-                    else:
-                        more += ["--steps", "3"]
+                    lora = next((folder / model).rglob("*lora*.safetensors"))
+                    words = f"generate --backend {backend} --pipeline {pipeline} {SIZE}".split()
+                    words += ["--prompt", "a red fox", "--model", folder / model]
+                    words += (
+                        ["--distilled-lora", lora] if pipeline == "distilled" else ["--steps", 3]
+                    )
                     if model == "tiny-2.3":
-                        more += ["--image", f"{folder}/image.png:0", f"{folder}/image.png:8:0.7"]
+                        words += ["--image", f"{folder}/image.png:0", f"{folder}/image.png:8:0.7"]
                     latents = folder / "latents.safetensors"
-                    words = [
-                        "generate",
-                        "--backend",
-                        backend,
-                        "--model",
-                        folder / model,
-                        *SIZE.split(),
-                        *more,
-                    ]
-                    words += [
-                        "--prompt",
-                        "a red fox",
-                        "--output",
-                        folder / "x.mp4",
-                        "--latents-out",
-                        latents,
-                    ]
-                    _ltx2rt(*words)
-                    from safetensors.numpy import load_file
-
+                    _ltx2rt(*words, "--output", folder / "x.mp4", "--latents-out", latents)
                     for tensor, array in sorted(load_file(latents).items()):
                         digest = hashlib.sha256(array.tobytes()).hexdigest()[:16]
                         found[f"{backend} {model} {pipeline} {tensor}"] = digest
     return found
-
-
-def _lora(folder: Path) -> list[str]:
-    """The checkpoint's LoRA: the file whose header has the word."""
-    from safetensors import safe_open
-
-    for path in sorted(folder.rglob("*.safetensors")):
-        with safe_open(path, "np") as file:
-            if any("lora" in key for key in file.keys()):  # noqa: SIM118
-                return [str(path)]
-    raise AssertionError(f"no LoRA in {folder}")
 
 
 def _ltx2rt(*arguments: object) -> None:
@@ -203,21 +164,15 @@ def main(argv: list[str]) -> int:
     if command == "golden":
         GOLDEN.write_text(json.dumps(graph_hashes(PRESETS), indent=1) + "\n")
         return 0
-    assert path is not None and command in ("record", "compare"), (
-        "record FILE, compare FILE or golden"
-    )
+    assert path and command in ("record", "compare"), "record FILE, compare FILE or golden"
     runs = {} if "--graphs" in argv else run_digests()
     found = graph_hashes(("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3")) | runs
     if command == "record":
         path.write_text(json.dumps(found, indent=1) + "\n")
         return 0
-    before = json.loads(path.read_text())
+    before, of_runs = json.loads(path.read_text()), ("cuda ", "tpu ")
     if "--graphs" in argv:
-        before = {
-            name: digest
-            for name, digest in before.items()
-            if not name.startswith(("cuda ", "tpu "))
-        }
+        before = {name: before[name] for name in before if not name.startswith(of_runs)}
     different = [name for name in before if found.get(name) != before[name]]
     for name in different:
         print(f"{'differs' if name in found else 'absent'}: {name}")

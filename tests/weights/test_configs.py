@@ -5,6 +5,7 @@ import contextlib
 import copy
 import json
 from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
@@ -29,31 +30,21 @@ from ltx2rt.weights.configs.keys import Keys
 from ltx2rt.weights.presets import SIZES, preset
 from tests.conftest import refused
 
-PRESETS = tuple(SIZES)
+SPACE, TIME, BOTH = "spatial", "temporal", "spatiotemporal"
 RELEASED_VAE = {  # AutoencoderKLLTX2Video of the released 2.0 and 2.3
     "ltx-2.0": {
-        "block_out_channels": [256, 512, 1024, 2048],
-        "layers_per_block": [4, 6, 6, 2, 2],
-        "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"],
-        "decoder_block_out_channels": [256, 512, 1024],
-        "decoder_layers_per_block": [5, 5, 5, 5],
-        "upsample_type": ["spatiotemporal"] * 3,
-        "upsample_residual": [True] * 3,
-        "upsample_factor": [2, 2, 2],
-        "decoder_spatial_padding_mode": "reflect",
+        "block_out_channels": [256, 512, 1024, 2048], "layers_per_block": [4, 6, 6, 2, 2],
+        "downsample_type": [SPACE, TIME, BOTH, BOTH], "upsample_type": [BOTH] * 3,
+        "decoder_block_out_channels": [256, 512, 1024], "decoder_layers_per_block": [5, 5, 5, 5],
+        "upsample_residual": [True] * 3, "upsample_factor": [2, 2, 2], "decoder_spatial_padding_mode": "reflect",
     },
     "ltx-2.3": {
-        "block_out_channels": [256, 512, 1024, 1024],
-        "layers_per_block": [4, 6, 4, 2, 2],
-        "downsample_type": ["spatial", "temporal", "spatiotemporal", "spatiotemporal"],
-        "decoder_block_out_channels": [256, 512, 512, 1024],
-        "decoder_layers_per_block": [4, 6, 4, 2, 2],
-        "upsample_type": ["spatiotemporal", "spatiotemporal", "temporal", "spatial"],
-        "upsample_residual": [False] * 4,
-        "upsample_factor": [2, 2, 1, 2],
-        "decoder_spatial_padding_mode": "zeros",
+        "block_out_channels": [256, 512, 1024, 1024], "layers_per_block": [4, 6, 4, 2, 2],
+        "downsample_type": [SPACE, TIME, BOTH, BOTH], "upsample_type": [BOTH, BOTH, TIME, SPACE],
+        "decoder_block_out_channels": [256, 512, 512, 1024], "decoder_layers_per_block": [4, 6, 4, 2, 2],
+        "upsample_residual": [False] * 4, "upsample_factor": [2, 2, 1, 2], "decoder_spatial_padding_mode": "zeros",
     },
-}
+}  # fmt: skip
 
 
 values = st.recursive(
@@ -70,27 +61,35 @@ def official(name):
     return copy.deepcopy(configs.official_json(preset(name).config))
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@cache
+def readers(name):
+    """By the part of a preset: how it is read, its JSON, and its config."""
+    c, data = preset(name).config, official(name)
+    t, text, up = c.transformer, c.text, c.upsampler
+    width = text.gemma_hidden * text.num_states
+    found = {
+        "transformer": (transformer.official, data["transformer"], t),
+        "text": (lambda keys: transformer.official_text(keys, width), data["transformer"], text),
+        "vae": (video_vae.official, data["vae"], c.video_vae),
+        "audio_vae": (audio.official, data["audio_vae"], c.audio_vae),
+        "vocoder": (lambda keys: audio.official_vocoder(keys, c.audio_vae), data["vocoder"], c.vocoder),
+        "d.transformer": (transformer.diffusers, transformer.diffusers_json(t), t),
+        "d.text": (lambda keys: transformer.diffusers_text(keys, t), transformer.diffusers_text_json(text, t), text),
+        "d.vae": (video_vae.diffusers, video_vae.diffusers_json(c.video_vae), c.video_vae),
+        "d.audio_vae": (audio.diffusers, audio.diffusers_json(c.audio_vae), c.audio_vae),
+        "d.vocoder": (audio.diffusers_vocoder, audio.diffusers_vocoder_json(c.vocoder), c.vocoder),
+    }  # fmt: skip
+    for layout in ("official", "diffusers"):
+        written = latent_upsampler.upsampler_json(up, layout)
+        reader = partial(latent_upsampler.upsampler, rational=up.rational)
+        found[f"{layout} upsampler"] = (reader, written, up)
+    return found
+
+
+@pytest.mark.parametrize("name", SIZES)
 def test_json_of_both_layouts_round_trips(name):
     config = preset(name).config
-    data, t, text, up = official(name), config.transformer, config.text, config.upsampler
-    width = config.text.gemma_hidden * config.text.num_states
-    for read, written, expected in [
-        (transformer.official, data["transformer"], t),
-        (lambda keys: transformer.official_text(keys, width), data["transformer"], config.text),
-        (video_vae.official, data["vae"], config.video_vae),
-        (audio.official, data["audio_vae"], config.audio_vae),
-        (lambda keys: audio.official_vocoder(keys, config.audio_vae), data["vocoder"], config.vocoder),
-        (transformer.diffusers, transformer.diffusers_json(t), t),
-        (lambda keys: transformer.diffusers_text(keys, t), transformer.diffusers_text_json(text, t), text),
-        (video_vae.diffusers, video_vae.diffusers_json(config.video_vae), config.video_vae),
-        (audio.diffusers, audio.diffusers_json(config.audio_vae), config.audio_vae),
-        (audio.diffusers_vocoder, audio.diffusers_vocoder_json(config.vocoder), config.vocoder),
-        *(
-            (lambda keys: latent_upsampler.upsampler(keys, up.rational), written, up)
-            for written in (latent_upsampler.upsampler_json(up, each) for each in ("official", "diffusers"))
-        ),
-    ]:  # fmt: skip
+    for read, written, expected in readers(name).values():
         assert read(Keys(written, "config")) == expected
     if head := config.part("duration_head"):
         keys = Keys(duration_head.to_json(head, "diffusers"), "d")
@@ -130,23 +129,14 @@ def test_bare_integers_and_default_multipliers_in_block_lists():
     assert video_vae.official(Keys(data, "vae")) == preset("ltx-2.3").config.video_vae
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        "av_ca_timestep_scale_multiplier",
-        "frequencies_precision",
-        "connector_positional_embedding_max_pos",
-        "connector_num_attention_heads",
-        "connector_num_layers",
-        "rope_type",
-        "positional_embedding_max_pos",
-        "use_middle_indices_grid",
-        "causal_temporal_positioning",
-        "num_layers",
-        "norm_eps",
-        "qk_norm",
-    ],
-)
+NEEDED = """
+av_ca_timestep_scale_multiplier frequencies_precision connector_positional_embedding_max_pos
+connector_num_attention_heads connector_num_layers rope_type positional_embedding_max_pos
+use_middle_indices_grid causal_temporal_positioning num_layers norm_eps qk_norm
+"""
+
+
+@pytest.mark.parametrize("key", NEEDED.split())
 @pytest.mark.parametrize("name", ["tiny-2.0", "tiny-2.3"])
 def test_an_absent_key_is_named(name, key):
     data = official(name)["transformer"]
@@ -246,11 +236,8 @@ def test_gemma_reads_the_released_sparse_spelling():
     }  # fmt: skip
     expected = preset("ltx-2.3").config.gemma
     assert configs.gemma(Keys(released, "g")) == expected
-    flat = released["text_config"] | {
-        "rope_theta": 1e6,
-        "rope_local_base_freq": 1e4,
-        "sliding_window_pattern": 6,
-    }
+    flat = released["text_config"] | {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    flat["sliding_window_pattern"] = 6
     assert configs.gemma(Keys(flat, "g")) == expected
 
 
@@ -308,18 +295,14 @@ def test_the_first_released_diffusers_configs_have_fewer_keys():
     del vae["upsample_type"]
     assert video_vae.diffusers(Keys(vae, "v")) == config.video_vae
     vocoder = audio.diffusers_vocoder_json(config.vocoder)
-    for key in (
-        "act_fn", "final_act_fn", "final_bias", "antialias", "antialias_ratio",
-        "antialias_kernel_size",
-    ):  # fmt: skip
+    for (
+        key
+    ) in "act_fn final_act_fn final_bias antialias antialias_ratio antialias_kernel_size".split():
         del vocoder[key]
     assert audio.diffusers_vocoder(Keys(vocoder, "v")) == config.vocoder
     t = transformer.diffusers_json(config.transformer)
-    for key in (
-        "gated_attn", "audio_gated_attn", "cross_attn_mod", "audio_cross_attn_mod",
-        "use_prompt_embeddings", "perturbed_attn", "ff_bias", "audio_ff_bias",
-        "use_prompt_adaln_single",
-    ):  # fmt: skip
+    later = "gated_attn audio_gated_attn cross_attn_mod audio_cross_attn_mod use_prompt_embeddings "
+    for key in f"{later} perturbed_attn ff_bias audio_ff_bias use_prompt_adaln_single".split():
         del t[key]
     assert transformer.diffusers(Keys(t, "t")) == config.transformer
 
@@ -347,9 +330,7 @@ def test_the_diffusion_decoders_header_is_read_and_written():
     assert diffusion_decoder.diffusers(Keys(diffusers, "d")) == config
     with torch.device("meta"):
         defaults = json.loads(LTX2VideoDiffusionDecoderModel().to_json_string())
-    assert diffusers == {
-        key: value for key, value in defaults.items() if key != "_diffusers_version"
-    }
+    assert diffusers == {key: defaults[key] for key in defaults if key != "_diffusers_version"}
 
 
 @pytest.mark.parametrize(
@@ -366,53 +347,33 @@ def test_the_diffusion_decoders_header_is_read_and_written():
     ],
 )  # fmt: skip
 def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
+    changed = {**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}
     with refused(message):
-        diffusion_decoder.official(
-            Keys({**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}, "vae")
-        )
+        diffusion_decoder.official(Keys(changed, "vae"))
     with refused("model_output_type = 'v' is not supported, expected 'x0'"):
         diffusion_decoder.official(Keys(DIFFUSION | {"model_output_type": "v"}, "vae"))
 
 
-def readers():
-    """name -> (JSON data, function that reads it)"""
-    c = preset("tiny-2.3").config
-    data = official("tiny-2.3")
-    return {
-        "transformer": (data["transformer"], transformer.official),
-        "text": (data["transformer"], lambda keys: transformer.official_text(keys, 448)),
-        "vae": (data["vae"], video_vae.official),
-        "audio_vae": (data["audio_vae"], audio.official),
-        "vocoder": (data["vocoder"], lambda keys: audio.official_vocoder(keys, c.audio_vae)),
-        "d.transformer": (transformer.diffusers_json(c.transformer), transformer.diffusers),
-        "d.text": (transformer.diffusers_text_json(c.text, c.transformer),
-                   lambda keys: transformer.diffusers_text(keys, c.transformer)),
-        "d.vae": (video_vae.diffusers_json(c.video_vae), video_vae.diffusers),
-        "d.audio_vae": (audio.diffusers_json(c.audio_vae), audio.diffusers),
-        "d.vocoder": (audio.diffusers_vocoder_json(c.vocoder), audio.diffusers_vocoder),
-        "upsampler": (latent_upsampler.upsampler_json(c.upsampler, "official"),
-                      lambda keys: latent_upsampler.upsampler(keys, False)),
-        "gemma": (gemma3.gemma_json(c.gemma, {}), configs.gemma),
-        "diffusion": (DIFFUSION, diffusion_decoder.official),
-    }  # fmt: skip
-
-
 def places(data, path=()):
     """Every place in a JSON value, as a path of keys."""
-    items = (
+    pairs = (
         data.items()
         if isinstance(data, dict)
-        else enumerate(data)
-        if isinstance(data, list)
-        else ()
+        else enumerate(data if isinstance(data, list) else ())
     )
-    return [path, *(place for key, value in items for place in places(value, (*path, key)))]
+    return [path, *(place for key, value in pairs for place in places(value, (*path, key)))]
+
+
+READERS = readers("tiny-2.3") | {
+    "gemma": (configs.gemma, gemma3.gemma_json(preset("tiny-2.3").config.gemma, {}), None),
+    "diffusion": (diffusion_decoder.official, DIFFUSION, None),
+}
 
 
 @settings(max_examples=200, deadline=None)
-@given(reader=st.sampled_from(sorted(readers())), value=values | st.just("DELETE"), draw=st.data())
+@given(reader=st.sampled_from(sorted(READERS)), value=values | st.just("DELETE"), draw=st.data())
 def test_no_config_makes_anything_but_a_config_or_an_input_error(reader, value, draw):
-    data, read = readers()[reader]
+    read, data, _ = READERS[reader]
     data = copy.deepcopy(data)
     path = draw.draw(st.sampled_from(places(data)[1:]))
     inner = data
