@@ -18,7 +18,6 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.segments import PartOfSound
-from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.presets import preset
 from tests.reference import (
     assert_follows,
@@ -143,24 +142,3 @@ def test_a_song_of_over_20_s_is_made_in_segments(tmp_path):
     request = make_request("a2v", prompt="a fox", audio_path=tmp_path / "song.wav")
     full = request.resolved(preset("tiny-2.3").config)
     assert (full.clip_frames, [part.start for part in full.parts]) == (497, [0, 96, 192, 288, 376])
-
-
-def test_what_cannot_be_used_is_refused_before_weights(song, tiny, generate, monkeypatch):
-    model = tiny("tiny-2.3", "official")
-    monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
-    read = ("--audio-path", song)
-    for flags, message in (
-        ((), "--audio-path: the a2v pipeline makes a clip for a sound, none was given"),
-        (("--audio-path", song.with_name("gone.wav")), "--audio-path: "),
-        ((*read, "--audio-start-time", -1), "--audio-start-time: -1, expected 0 or more"),
-        ((*read, "--audio-start-time", "nan"), "--audio-start-time: nan"),
-        ((*read, "--audio-max-duration", 0), "--audio-max-duration: 0, expected more than 0"),
-        ((*read, "--audio-start-time", 0.9), "--audio-fit pad"),
-        ((*read, "--audio-start-time", 1.1), "its sound ends before 1.1 s"),
-        (("--audio-path", model / "tiny-2.3.safetensors"), "no readable sound"),
-        ((*read, "--width", 95), "an even number"),
-    ):
-        found = generate("cuda", model, "--pipeline", "a2v", *flags)
-        assert found.status == 2 and message in found.stderr, found.stderr
-        assert found.stderr.count("\n") == 1, found.stderr
-        assert not list(found.folder.iterdir())

@@ -339,15 +339,6 @@ def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path)
     np.testing.assert_array_equal(last[where], np.float32(seen)[0])
 
 
-def test_a_lora_for_other_references_is_refused(session, tmp_path):
-    own = session.checkpoint.distilled_lora()
-    coarse = LoraSpec(lora_with(own, tmp_path / "ic.safetensors", downscale=3))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session, "options", replace(session.options, loras=(coarse,)))
-        with refused(r"ic\.safetensors is for references of 1/3 the size and 1/1 the frames"):
-            make_plan(session, pipeline("dfr")("a fox", num_frames=17, seed=3, **SIZE))
-
-
 # --- both backends --------------------------------------------------------------------------------
 
 
@@ -446,29 +437,6 @@ def test_windows_of_one_size_are_compiled_once():
     # The clip's, anchors, slots: of 2, 2 and 3 segments.
     rows = [13 + 3, 13 + 3, 17 + 2 + 2, 17 + 3 + 2, 25 + 4 + 3]
     assert sizes == [2 * rows[0], *(8 * n for n in rows[1:])]
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"num_frames": 1}, "--num-frames: 1, expected 9 or more"),
-        ({"num_frames": 12}, r"--num-frames: 12, expected 8\*k \+ 1"),
-        ({"temporal_upsample_rounds": 3}, "--temporal-upsample-rounds: 3, expected 0 to 2"),
-        (
-            {"temporal_upsample_rounds": 2, "fps": Fraction(120)},
-            "120 fps become 480, expected at most 240",
-        ),
-        ({"num_videos": 2}, "--num-videos: 2, but dfr makes one"),
-    ],
-)
-def test_what_does_not_fit_is_refused(given, said):
-    with refused(said):
-        stages_of(**{"num_frames": 17} | given)
-
-
-def test_other_generations_are_refused():
-    with refused(r"--pipeline: dfr, but LTX-2\.3 has no vector for keyframes"):
-        pipeline("dfr")("a fox", num_frames=17, **SIZE).resolved(preset("tiny-2.3").config)
 
 
 def test_rounds_without_the_temporal_upsampler_are_refused(tiny, tmp_path):

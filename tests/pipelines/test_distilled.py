@@ -13,7 +13,6 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.weights.presets import preset
-from tests.conftest import refused
 
 MODEL = preset("tiny-2.5").config
 # 3 latent frames of 1x2 tokens in stage 1, of 2x4 in stage 2.
@@ -58,6 +57,7 @@ def test_stage_one_adds_fresh_noise_and_stage_two_keeps_the_sound():
     streams = set(found[0].draws(MODEL)) | set(found[1].draws(MODEL))
     # Every stage and modality draws its start and its steps from streams of their own.
     assert len(streams) == 8
+    assert {stage.sampler for stage in stages(model=preset("tiny-2.3").config)} == {"euler"}
     guided = stages("two-stage")
     assert [stage.sampler for stage in guided] == ["euler", "euler"]
     assert [stage.sound for stage in guided] == [True, False]
@@ -79,12 +79,3 @@ def test_defaults_of_2_5():
     for preset_ in ("tiny-2.0", "tiny-2.3"):  # one text for all releases since 1.2.0
         older = pipeline("two-stage")("a fox").resolved(preset(preset_).config)
         assert older.negative_prompt == request.negative_prompt
-
-
-def test_what_earlier_models_lack_is_refused():
-    older = preset("tiny-2.3").config
-    with refused(r"--num-generated-keyframes: 2, but LTX-2\.3 has no vector for keyframes"):
-        stages(model=older, num_generated_keyframes=2)
-    with refused(r"--stage2-sampler: ancestral, but LTX-2\.3 takes euler"):
-        stages(model=older, stage2_sampler="ancestral")
-    assert [stage.sampler for stage in stages(model=older)] == ["euler", "euler"]

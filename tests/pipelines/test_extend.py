@@ -1,7 +1,6 @@
 """extend: what a clip's end and beginning give a segment, and how the segment is put between the
 clips' own frames."""
 
-import re
 from fractions import Fraction
 
 import numpy as np
@@ -20,7 +19,7 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Call
 from ltx2rt.stages.joined import WholeClip, kept_sound
-from tests.conftest import assert_near, denoised, refused
+from tests.conftest import assert_near, denoised
 from tests.pipelines.test_retake import write
 
 RATE = 44100
@@ -253,26 +252,6 @@ def test_a_clip_without_sound_is_silent_up_to_the_new_part(opened, files):
     assert not found.waveform[:, :kept].any() and found.waveform[:, kept:].any()
     for given in (flags(files, "forward", "silent"), flags(files, "forward", audio=False)):
         assert opened.generate("a fox", pipeline="extend", **given).waveform is None
-
-
-def test_refusals(opened, files, tmp_path):
-    other = write(tmp_path / "slow.mp4", 20, fps=12)
-    for given, message in (
-        ({"overlap": 16}, "--overlap: 16, expected 8*k + 1; the nearest are 9 and 17"),
-        ({"overlap": 25}, "has 20 frames, --overlap 25 needs as many"),
-        ({"extend_frames": 15}, "--extend-frames: 15, expected 8*k; the nearest are 8 and 16"),
-        ({"join": other, "extend_frames": 16}, "expected 8*k - 1; the nearest are 15 and 23"),
-        ({"loop": 2, "extend_frames": 16}, "16 beside --loop 2, which adds 15"),
-        ({"loop": 0}, "--loop: 0, expected 1 to 100000"),
-        ({"extend_frames": 800}, "the model's limit is 20 s; at most 464"),
-        ({"loop": 2, "before": True}, "--loop: given beside --before"),
-        ({"join": other, "extend_frames": 15}, "slow.mp4 has 12 fps, expected 24 as"),
-        ({"join": tmp_path / "gone.mp4"}, "--join: "),
-        ({"steps": 3}, "--steps: 8 distilled steps are made, without guidance"),
-        ({"video_path": None}, "--video-path: none, but the extend pipeline starts from a clip"),
-    ):
-        with refused(re.escape(message)):
-            opened.generate("a fox", pipeline="extend", **flags(files, "forward") | given)
 
 
 @pytest.mark.long

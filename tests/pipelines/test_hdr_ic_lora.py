@@ -21,7 +21,6 @@ from ltx2rt.run.run import produce
 from ltx2rt.session.options import NO_LORA, LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
-from tests.conftest import refused
 from tests.pipelines.test_retake import write
 from tests.reference import assert_follows, euler_steps, noised, positions_of, stored_module
 
@@ -136,20 +135,3 @@ def test_frames_are_in_linear_light(tiny, command, lora, tmp_path):
     assert len(shown) == 17 and shown[0].shape == (70, 116, 3)
     light = np.stack(shown) @ hdr.AP1_TO_709.T
     assert light.min() > -0.1 and light.max() < 55.2  # the brightest code of LogC3 is 55.08
-    for more, said in (
-        (("--output", tmp_path / "a.webm"), "cannot hold it; write *.mp4, *.mov or *%05d.exr"),
-        (("--output", tmp_path / "a.mp4", "--width", 63), "--width: 63, expected an even number"),
-        (("--output", tmp_path / "a.mp4", "--fps", 24), "--fps: the file of --video-path decides"),
-        (("--output", tmp_path / "a.mp4", "--lora", lora), "2 given, hdr-ic-lora takes one"),
-    ):
-        status, _, err = command(*words, *more)
-        assert status == 2 and said in err and err.count("\n") == 1, err
-    for more, said in (
-        ({"lora": ()}, "the hdr-ic-lora pipeline starts from a clip; pass one"),
-        ({"hdr": "REC709"}, "--hdr: 'REC709', expected one of SRGB_LINEAR, ACESCG, ACESCCT"),
-        ({"hdr": None}, "--hdr: 'None', expected"),
-        ({"num_videos": 2, "video_path": clip}, "--num-videos: 2, but hdr-ic-lora makes one"),
-    ):
-        more.pop("lora", None)
-        with refused(said):
-            make_request("hdr-ic-lora", prompt="a fox", **more)

@@ -15,7 +15,7 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.stages.region import FADE_PX, Region, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
-from tests.conftest import denoised, refused
+from tests.conftest import denoised
 from tests.pipelines.test_ic_lora import movie, save
 from tests.pipelines.test_retake import write
 from tests.reference import (
@@ -199,20 +199,6 @@ def test_the_clip_is_larger_and_keeps_its_sound(tiny, clip, tmp_path, generate):
     assert np.sqrt((far**2).mean()) < 12  # of H.264; made pixels differ by 60 or more
 
 
-@pytest.mark.parametrize("more, says", [
-    ({}, "--mask: none, and no --mask-box"),
-    ({"pad": "1,2,3"}, "--pad: '1,2,3', expected LEFT,TOP,RIGHT,BOTTOM"),
-    ({"pad": (32, 0, 0, -32)}, "--pad: -32 pixels, expected 0 or more"),
-    ({"pad": (0.5, 0, 0, 0)}, "--pad: .*expected LEFT,TOP"),
-    ({"pad": "32,0,0,0", "mask_grow": 600}, "--mask-grow: 600, expected 0 to 512"),
-    ({"pad": "32,0,0,0", "mask_fill": "red"}, "--mask-fill: 'red', expected one of mean, green, none"),
-    ({"pad": "32,0,0,0", "video_path": None}, "--video-path: none"),
-])  # fmt: skip
-def test_refusals(more, says):
-    with refused(says):
-        make_request("inpaint", prompt="fox", **{"video_path": "a.mp4"} | more)
-
-
 @pytest.mark.parametrize("fit, at", [("pad", (36, 16)), ("crop", (12, 0)), ("scale", (12, 16))])
 def test_a_rectangle_and_a_mask_follow_the_file(sessions, clip, tmp_path, fit, at):
     """at: the first row and column of the white, of 96x64 pixels brought to 48x96."""
@@ -226,25 +212,6 @@ def test_a_rectangle_and_a_mask_follow_the_file(sessions, clip, tmp_path, fit, a
     first, second = (next(plan.request.region.masks()) for plan in plans)
     assert (first == second).all() and first.shape == (96, 48)
     assert tuple(np.argwhere(first)[0]) == at
-
-
-def test_files_that_do_not_fit_are_refused(sessions, clip, tmp_path):
-    black = mask_file(tmp_path / "black.png", drawn())
-    short = mask_file(tmp_path / "short.mov", drawn((slice(0, 1),), frames=16))
-    Image.new("RGB", (64, 64), "white").save(tmp_path / "small.png")
-    (tmp_path / "text.png").write_text("no picture")
-    given = {"prompt": "fox", "video_path": clip}
-    for more, says in (
-        ({"mask": black}, "black.png is black, and nothing would be made"),
-        ({"mask": short}, "short.mov has 16 frames, the clip has 17; pass an image"),
-        ({"mask": tmp_path / "small.png"}, "small.png is 64x64, the clip 96x64"),
-        ({"mask": tmp_path / "text.png"}, "--mask: .*text.png is no readable video"),
-        ({"mask": tmp_path / "gone.png"}, "--mask: .*gone.png does not exist"),
-        ({"mask_box": (60, 0, 40, 10)}, "--mask-box: 60,0,40,10 reaches beyond the clip"),
-        ({"mask_box": (0, 0, 40, 10), "mask": black}, "--mask-box: given beside --mask"),
-    ):
-        with refused(says):
-            make_plan(sessions["cuda"], make_request("inpaint", **given, **more))
 
 
 @pytest.mark.parametrize("sound, made", [(None, []), ("new", ["audio"])])

@@ -1,7 +1,6 @@
 """retake: every step is the formula over diffusers' transformer, and what is kept is kept bit for
 bit."""
 
-import os
 from dataclasses import replace
 from fractions import Fraction
 
@@ -25,8 +24,6 @@ from ltx2rt.session.call import Call
 from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 from ltx2rt.testing import relative_l2
-from ltx2rt.weights.files import TensorFile
-from tests.conftest import refused
 from tests.reference import (
     assert_follows,
     euler_steps,
@@ -320,78 +317,6 @@ def test_a_folder_of_exr_images(on_both, tmp_path):
         # Codes of 16 bits: 2e-4 of light in the logarithm's part, less than a half float's step.
         np.testing.assert_allclose(found[kept], np.maximum(light[kept], 0), rtol=2e-4, atol=1e-5)
         assert np.abs(found[8] - light[8]).mean() > 0.1
-
-
-def test_a_folder_that_is_no_clip_is_refused(opened, clip, tmp_path):
-    write_light(tmp_path / "in", 9)
-    region = {"start_time": 0.1, "end_time": 0.2, "video_path": tmp_path / "in"}
-    for more, said in (
-        ({}, "is a folder, expected a file; to EXR images add --hdr"),
-        ({"hdr": "ACESCG", "video_path": clip}, "is no folder of EXR images; convert it, or"),
-        ({"video_path": clip, "fps": 24}, "--fps: the file of --video-path decides"),
-        ({"hdr": "ACESCG", "end_time": 1.0}, "in ends at 0.3750 s; end there"),
-        ({"hdr": "ACESCG", "video_path": tmp_path}, "is a folder with no [*].exr"),
-    ):
-        with refused(said):
-            Retake(prompt="a fox", **region | more).resolved(opened.resident.config)
-    (tmp_path / "in" / "frame_00004.exr").write_bytes(hdr.exr_bytes(np.zeros((2, 2, 3)), "ACESCG"))
-    with refused("in is a folder with images of several sizes"):
-        Retake(prompt="a fox", hdr="ACESCG", **region).resolved(opened.resident.config)
-
-
-def test_what_cannot_be_used_is_refused_before_weights(tiny, generate, clip, tmp_path, monkeypatch):
-    monkeypatch.setattr(TensorFile, "read", lambda *_: pytest.fail("a tensor was read"))
-    folder = tmp_path / "in"
-    folder.mkdir()
-    os.mkfifo(folder / "fifo.mp4")
-    (folder / "text.mp4").write_text("no video")
-    made = {"silent": write(folder / "silent.mp4", 9, sound_s=0)}
-    made["long"] = write(folder / "long.mp4", 489, (32, 32), sound_s=0)
-    model, start = (
-        tiny("tiny-2.3", "official"),
-        "--pipeline retake --seed 4 --assume distilled".split(),
-    )
-    start += ["--distilled-lora", "none"]
-    cut = folder / "cut.mp4"
-    cut.write_bytes(clip.read_bytes()[:-3000])
-    region = ("--start-time", 0.1, "--end-time", 0.3)
-    file = ("--video-path", clip)
-    for flags, message in (
-        (region, "--video-path: none, but the retake pipeline starts from a clip"),
-        (("--video-path", folder / "gone.mp4", *region), "--video-path: "),
-        (("--video-path", folder, *region), "is a folder, expected a file"),
-        (("--video-path", folder / "fifo.mp4", *region), "is no regular file, expected a file"),
-        (("--video-path", folder / "text.mp4", *region), "text.mp4 is no readable video"),
-        (("--video-path", cut, *region), "cut.mp4 is"),
-        (("--video-path", made["long"], "--start-time", 0, "--end-time", 20), "regenerated at once; do it in parts"),
-        (("--video-path", made["silent"], *region, "--keep", "audio"), "silent.mp4 has no sound"),
-        ((*file, "--start-time", 0.1), "--end-time: none"),
-        ((*file, "--end-time", 0.1), "--start-time: none"),
-        ((*file, "--start-time", -0.1, "--end-time", 0.3), "--start-time: -0.1, expected 0 or more"),
-        ((*file, "--start-time", 0.3, "--end-time", 0.3), "--end-time: 0.3, expected more than --start-time 0.3"),
-        ((*file, "--start-time", "nan", "--end-time", 0.3), "--start-time: nan"),
-        ((*file, "--start-time", 0.1, "--end-time", 0.8), "clip.mp4 ends at 0.7083 s"),
-        ((*file, "--start-time", 0.7, "--end-time", 0.708), "--start-time: 0.7 s is after the last audio token of"),
-        ((*file, "--start-time", 0.709, "--end-time", 0.71, "--keep", "audio"), "is after the last video token of"),
-        ((*file, *region, "--width", 63), "--width: 63"),
-        ((*file, *region, "--num-frames", 17), "--num-frames: the file"),
-        ((*file, *region, "--fps", 24), "--fps: the file"),
-        ((*file, *region, "--auto-duration", 1, 2), "--auto-duration: the file"),
-        ((*file, *region, "--keep", "sound"), "--keep"),
-        ((*file, *region, "--keep", "video", "--no-audio"), "--no-audio: with --keep video nothing would be made anew"),
-        ((*file, *region, "--steps", 8), "--steps: 8 distilled steps are made, without guidance"),
-        ((*file, *region, "--video-cfg", 2), "--video-cfg: 8 distilled steps are made, without guidance"),
-        ((*file, *region, "--output", clip), "--output"),
-    ):  # fmt: skip
-        run = generate("cuda", model, *start, *flags)
-        assert run.status == 2 and message in run.stderr and not run.stdout, (flags, run)
-        assert run.stderr.count("\n") == 1 and not list(run.folder.iterdir())
-
-
-def test_python_refuses_what_the_pipeline_does_not_read(opened, clip):
-    region = {"pipeline": "retake", "video_path": clip, "start_time": 0.1, "end_time": 0.3}
-    with refused("images: the retake pipeline does not read it"):
-        opened.generate("a fox", **region, images=[("a.png", 0)])
 
 
 def test_its_stages(opened, clip):

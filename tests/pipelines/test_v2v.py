@@ -17,7 +17,7 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
 from ltx2rt.stages.segments import PastSound
 from ltx2rt.testing import relative_l2
-from tests.conftest import denoised, refused
+from tests.conftest import denoised
 from tests.pipelines.test_retake import write
 from tests.reference import assert_follows, euler_steps, guiding, positions_of, stored_module
 
@@ -133,29 +133,6 @@ def test_an_image_takes_the_place_of_the_first_frame(sessions, clips, images):
     first = state.record["stage1.video.steps"][-1][:4]
     assert relative_l2(first, pack_video(state.record["source.video"])[0][:4]) > 0.1
     np.testing.assert_array_equal(first, state.record["stage1.video.start"][0][:4])
-
-
-@pytest.mark.parametrize("more, says", [
-    ({"noise_level": 0.0}, "--noise-level: 0, expected more than 0 and at most 1"),
-    ({"noise_level": 1.5}, "--noise-level: 1.5, expected"),
-    ({"sound": "old"}, "--sound: 'old', expected one of keep, noise, new"),
-    ({"guided": True, "skip_step": 1}, "does not read it"),
-    ({"steps": 3}, "add --guided"),
-    ({"video_path": None}, "--video-path: none"),
-])  # fmt: skip
-def test_refusals(more, says):
-    with refused(says):
-        make_request("v2v", prompt="fox", **{"video_path": "a.mp4"} | more).check()
-
-
-def test_files_that_do_not_fit_are_refused(sessions, clips, tmp_path):
-    config = sessions["cuda"].config
-    for more, says in (
-        ({"sound": "noise"}, "--sound: noise, but .* has no sound"),
-        ({"num_videos": 2, "sound": "new"}, "--num-videos: 2, but new sound is made for one"),
-    ):
-        with refused(says):
-            make_request("v2v", prompt="fox", video_path=clips[1], **more).resolved(config)
 
 
 def test_several_videos_of_one_clip(sessions, clips):

@@ -187,25 +187,3 @@ def test_latents_of_a_file_are_the_images_that_they_were_made_of(tiny, generate,
     given = generate("cuda", model, "--seed", 3, *flags)
     assert given.status == 0, given.stderr
     assert_same(given.latents, plain.latents)
-
-
-@pytest.mark.parametrize(
-    ("flags", "says"),
-    [
-        (("--image", "latent:0:0"), "latent:0 is a tensor of --latents-in, which is not given"),
-        (("--latents-in", "FILE"), "no --image latent:K:FRAME reads it"),
-        (("--image", "latent:3:0", "--latents-in", "FILE"), "has no tensor image.3, but image.0"),
-        (("--image", "latent:0:0", "--latents-in", "FILE"), "expected float32 [1, 128, 1, 1, 2]"),
-        (("--image", "latent:0:0", "--latents-in", "gone"), "--latents-in: gone"),
-        (("--image", "latent:1:0", "--latents-in", "FILE"), "FILE: image.1 holds NaN"),
-    ],
-)
-def test_latents_that_do_not_fit_are_refused(tiny, generate, tmp_path, flags, says):
-    file = tmp_path / "latents.safetensors"
-    wrong = np.full((1, 128, 1, 1, 2), np.nan, np.float32)
-    write_arrays(file, {"image.0": np.zeros((1, 128, 1, 2, 2), np.float32), "image.1": wrong})
-    found = generate(
-        "cuda", tiny("tiny-2.3", "official"), *(file if f == "FILE" else f for f in flags)
-    )
-    assert found.status == 2 and says in found.stderr.replace(str(file), "FILE")
-    assert len(found.stderr.strip().splitlines()) == 1

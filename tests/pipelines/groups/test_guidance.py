@@ -136,21 +136,6 @@ def test_given_clips_take_it_without_guidance(sessions, film):
         make_request("v2v", prompt="fox", guided=True, steps=2, **more)
 
 
-@pytest.mark.parametrize("more, says", [
-    ({"nag": "0.5"}, "--nag: '0.5', expected SCALE"),
-    ({"nag": "11:0"}, "--nag: '11:0', expected SCALE"),
-    ({"nag": "11:2:1.5"}, "ALPHA from 0 to 1"),
-    ({"nag": "11:2:1:3"}, "expected SCALE"),
-    ({"nag": "nan"}, "expected SCALE"),
-    ({"nag": ""}, "expected SCALE"),
-    ({"nag": []}, "expected SCALE"),
-    ({"negative_prompt": "red"}, "--negative-prompt: distilled has no guidance; add --nag 11"),
-])  # fmt: skip
-def test_refusals(more, says):
-    with refused(says):
-        make_request("distilled", prompt="fox", **more)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2"])
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])

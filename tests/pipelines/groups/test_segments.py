@@ -2,7 +2,6 @@
 they stopped."""
 
 import os
-import re
 import resource
 import shutil
 import signal
@@ -275,27 +274,6 @@ def test_a_part_keeps_its_place_in_larger_pictures(opened, tmp_path):
     np.testing.assert_allclose(seen[:, :, 13:83, 14:114], expected, atol=1e-6)
 
 
-def test_refusals(opened, tmp_path):
-    for more, message in (
-        ({"overlap": 10}, "--overlap: 10, expected 8*k + 1; the nearest are 9 and 17"),
-        ({"overlap": 25}, "--overlap: 25, but a segment has 25 frames; give fewer"),
-        ({"seconds": 2.0}, "--seconds: given beside --num-frames"),
-        ({"segments": 1, "cut": (2,)},
-         "--cut: the clip has one segment; give --segment-frames, fewer"),
-        ({"segments": None, "segment_prompts": ("x",)}, "--prompt: several: the clip has one"),
-        ({"segment_prompts": ("x", " ")}, "--prompt: one is empty"),
-        ({"segment_prompts": ("x",) * 3}, "--prompt: 4 are given, but the clip has 3 segments"),
-        ({"segment_prompts": ("x",), "enhance_prompt": True},
-         "--enhance-prompt: writes one prompt"),
-        ({"num_frames": 801}, "--segment-frames: 801 frames are over 20 s"),
-        ({"auto_duration": (1.0, 2.0)}, "--auto-duration: does not go with a clip in segments"),
-    ):  # fmt: skip
-        given = several({"prompt": "a fox", **SIZE, "steps": 1, "segments": 3} | more)
-        given["pipeline"] = "one-stage"
-        with refused(re.escape(message)):
-            opened.generate(**given)
-
-
 def arguments(tiny, output, *more):
     size = ("--width", 64, "--height", 64, "--segment-frames", 25, "--overlap", 9, "--steps", 2)
     model = ("--model", tiny("tiny-2.3", "official"), "--backend", "cuda", "--device", "cpu")
@@ -509,15 +487,6 @@ def test_another_folder_is_left_alone(tiny, command, tmp_path):
     assert (folder_of(output) / "mine.txt").read_text() == "mine"
 
 
-def test_other_pipelines_refuse_segments(tiny, command, tmp_path):
-    for pipeline in ("extend", "dfr", "ic-lora", "t2a", "retake"):
-        words = ("--model", tiny("tiny-2.3", "official"), "--prompt", "a fox")
-        words += ("--output", tmp_path / "a.mp4", "--pipeline", pipeline, "--segment-frames", 3)
-        status, _, err = command("generate", *words)
-        said = f"--segment-frames: the {pipeline} pipeline does not read it; leave it out"
-        assert status == 2 and said in err and err.count("\n") == 1, err
-
-
 @pytest.mark.slow
 def test_two_ranks_make_the_clip_of_one(tiny, tmp_path):
     """A level of 255 here and there, which rounding decides, is encoded anew and goes through 2
@@ -562,14 +531,6 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
             assert clip.resolved(config).clip_frames == frames, (fps, frames)
     whole = make_request("one-stage", **{**request, "num_frames": 25}).resolved(config)
     assert not whole.in_segments and (whole.clip_frames, whole.segment_frames) == (25, None)
-    for more, message in (
-        ({"segment_frames": 489}, "--segment-frames: 489 frames are over 20 s"),
-        ({"num_frames": 58}, "--num-frames: 58, expected 8*k + 1; the nearest are 57 and 65"),
-        ({"num_frames": 100001}, "--num-frames: 100001 frames are 4167 s, expected at most 3600"),
-        ({"segment_frames": 26}, "--segment-frames: 26, expected 8*k + 1"),
-    ):
-        with refused(re.escape(message)):
-            make_request("one-stage", **{**request, **more}).resolved(config)
 
 
 def test_prompts_of_segments(tmp_path):
@@ -637,24 +598,6 @@ def test_segments_of_given_noise(opened, tmp_path):
         make_plan(session, asked(folders[2], **given))
     with refused(r"--latents-out: segment 1 in .* was made without it"):
         check_records(asked(folders[1], **given).resolved(session.config), folders[1])
-
-
-def test_numbers_of_segments(opened):
-    for more, message in (
-        ({"cut": (1,)}, "--cut: segment 1, expected 2 to 3"),
-        ({"cut": "4"}, "--cut: segment 4, expected 2 to 3"),
-        ({"cut": "2,2"}, "--cut: segment 2 is given twice"),
-        ({"cut": "x"}, "--cut: 'x', expected numbers of segments such as 3 or 3,5"),
-        ({"segment_seed": ["0:1"]}, "--segment-seed: segment 0, expected 1 to 3"),
-        ({"segment_seed": ["2:1", "2:3"]}, "--segment-seed: segment 2 is given twice"),
-        ({"segment_seed": ["2"]}, "--segment-seed: '2', expected SEGMENT:SEED such as 3:77"),
-        ({"segment_seed": ["2:-1"]}, "--segment-seed: seed -1, expected 0 or more"),
-        ({"segments": None, "cut": (2,)}, "--cut: the clip has one segment; give --segment-frames"),
-        ({"segments": None, "segment_seed": ["2:1"]}, "--segment-seed: the clip has one segment"),
-    ):
-        request = several({"prompt": "a fox", **SIZE, "segments": 3} | more)
-        with refused(re.escape(message)):
-            make_request("one-stage", **request).resolved(opened.resident.config)
 
 
 @pytest.mark.long

@@ -16,7 +16,7 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound_reference import SoundReference
 from ltx2rt.testing import relative_l2
-from tests.conftest import assert_near, denoised, refused
+from tests.conftest import assert_near, denoised
 from tests.reference import (
     assert_follows,
     euler_steps,
@@ -207,37 +207,6 @@ def test_sound_longer_than_the_clip_is_cut_where_both_begin(sessions, tmp_path, 
         (stage,) = (s for s in plan.stages if s.name == "stage1")
         assert stage.blank["audio"].shape == (1, TARGETS + count, 128)
     assert "its first 0.72 s are used, as long as the clip" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("more, says", [
-    ({"audio_conditioning": "VOICE:1.5"}, "--audio-conditioning: strength 1.5 of"),
-    ({"audio_conditioning": "gone.wav"}, "--audio-conditioning: gone.wav does not exist"),
-    ({"audio_conditioning": "."}, "--audio-conditioning: . is a folder"),
-    ({"audio_conditioning": "TEXT"}, "--audio-conditioning: .*no readable sound"),
-    ({"audio_conditioning": "SHORT"}, "holds 0.0200 s of sound, expected more than 0.0321 s"),
-    ({"audio_conditioning": "SILENT"}, "is silent, below -60 dB"),
-    ({"audio_conditioning": "VOICE", "audio_conditioning_at": "end"}, "expected one of start, before"),
-    ({"voice": "VOICE", "audio_conditioning": "VOICE"}, "--voice: given beside --audio-conditioning"),
-    ({"voice": "gone.wav"}, "--voice: gone.wav does not exist"),
-    ({"voice": "SILENT"}, "--voice: .*is silent, below -60 dB"),
-    ({"voice": "VOICE", "voice_guidance": -1.0}, "--voice-guidance: -1, expected 0 or more"),
-    ({"voice_guidance": 2.0}, "--voice-guidance: there is no voice to guide by"),
-    ({"audio_conditioning_at": "before"}, "--audio-conditioning-at: there is no sound to follow"),
-    ({"audio_conditioning": "VOICE", "segment_frames": 17, "overlap": 9},
-     "--audio-conditioning-at start: does not go with a clip in segments"),
-])  # fmt: skip
-def test_refusals(sessions, voice, tmp_path, more, says):
-    (both, _), path = sessions("2.3"), tmp_path / "x"
-    (tmp_path / "TEXT").write_text("no sound")
-    write_wav(tmp_path / "SHORT", np.ones((2, 320), np.float32) / 2, 16000)
-    write_wav(tmp_path / "SILENT", np.ones((2, 16000), np.float32) * 1e-4, 16000)
-    files = {"VOICE": voice} | {p.name: p for p in tmp_path.iterdir()}
-    for flag in {"audio_conditioning", "voice"} & more.keys():
-        name, colon, rest = more[flag].partition(":")
-        more = more | {flag: f"{files.get(name, name)}{colon}{rest}"}
-    with refused(says):
-        make_plan(both["cuda"], make_request("one-stage", prompt="fox", **SIZE | more))
-    assert not path.exists()
 
 
 @pytest.mark.slow

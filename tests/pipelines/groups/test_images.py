@@ -3,7 +3,6 @@
 import av
 import numpy as np
 import pytest
-from PIL import Image
 
 from ltx2rt.media import hdr
 from ltx2rt.media.images import cover
@@ -15,7 +14,6 @@ from ltx2rt.run.run import produce
 from ltx2rt.run.segments import claimed, folder_of
 from ltx2rt.run.write import sizes
 from ltx2rt.session.options import NO_LORA
-from tests.conftest import refused
 
 START = (
     "generate", "--backend", "cuda", "--device", "cpu", "--pipeline", "one-stage", "--prompt", "a fox", "--seed", 3,
@@ -125,32 +123,3 @@ def test_segments_keep_codes_of_16_bits(on_both, picture, monkeypatch, tmp_path)
     again = produce(session, make_plan(session, request))[0]
     np.testing.assert_array_equal(np.concatenate(list(next(again.frames))), codes)
     assert sizes(session, plan, Files(outputs=(output,)))[folder_of(output)] > 8 * codes.size / 3
-
-
-@pytest.mark.parametrize("pipeline", ["v2v", "inpaint", "extend", "dubit", "t2a"])
-def test_pipelines_of_8_bits_say_so(tiny, command, picture, tmp_path, pipeline):
-    words = ("--model", tiny("tiny-2.3", "official"), "--output", tmp_path / "a.mp4")
-    words += ("--prompt", "a fox", "--hdr", "ACESCG", "--pipeline", pipeline)
-    status, _, err = command("generate", *words)
-    said = f"--hdr: the {pipeline} pipeline does not read it; leave it out"
-    assert status == 2 and said in err and err.count("\n") == 1, err
-
-
-def test_refusals(tiny, command, picture, tmp_path):
-    png = tmp_path / "a.png"
-    Image.new("RGB", (64, 64)).save(png)
-    model, output = ("--model", tiny("tiny-2.3", "official")), ("--output", tmp_path / "a.mp4")
-    for words, said in (
-        ((*output, "--image", f"{picture}:0"), "is an EXR file; add --hdr"),
-        ((*output, "--hdr", "ACESCG", "--image", f"{png}:0"), "is no EXR file; convert it"),
-        ((*output, "--hdr", "REC709"), "expected one of SRGB_LINEAR, ACESCG, ACESCCT"),
-        ((*output, "--hdr-transfer", "pq"), "--hdr-transfer: pq, but the clip is not in high"),
-        ((*output, "--hdr", "ACESCG", "--hdr-transfer", "gamma"), "expected one of hlg, pq"),
-        (("--output", tmp_path / "%05d.exr"), "is for clips in high dynamic range; add --hdr"),
-        (("--output", tmp_path / "a.webm", "--hdr", "ACESCG"), "cannot hold it; write *.mp4, *.mov"),
-    ):  # fmt: skip
-        status, _, err = command(*START, *model, *words)
-        assert status == 2 and said in err, err
-    with refused("no readable EXR"):
-        (tmp_path / "b.exr").write_bytes(b"no EXR at all")
-        hdr.read_exr(tmp_path / "b.exr")
