@@ -14,11 +14,11 @@ import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Event, Lock, Thread
 from typing import NoReturn, Protocol
 
 from ltx2rt.atomic_file import remove_partial
@@ -59,11 +59,7 @@ class Crew:
         self._main_pid: int | None = None
         # a list takes the first request to end, and the run decides when
         self.asked: list[int] | None = None
-        self._over, self._ending, self._speaking = (
-            threading.Event(),
-            threading.Lock(),
-            threading.Lock(),
-        )
+        self._over, self._ending, self._speaking = Event(), Lock(), Lock()
         self._wake, woken = os.pipe()
         os.set_blocking(woken, False)
         # written even while the main thread is in C++
@@ -74,7 +70,7 @@ class Crew:
         on_fatal("SIGABRT", self._aborted)
         if self._launched or "TORCHELASTIC_RUN_ID" in os.environ:
             self._processes[os.pidfd_open(os.getppid())] = -1
-        self._watcher = threading.Thread(target=self._watch, name="crew", daemon=True)
+        self._watcher = Thread(target=self._watch, name="crew", daemon=True)
         self._watcher.start()
         here = socket.gethostname()
         for other, place in enumerate(self._gather("process", [here, os.getpid()])):
@@ -97,11 +93,8 @@ class Crew:
         """Raise InputError on all ranks if one's facts are not rank 0's. topic: used once."""
         main, *others = self._gather(topic, dict(facts))
         for other, theirs in enumerate(others, 1):
-            if unlike := [
-                name
-                for name in sorted(main.keys() | theirs.keys())
-                if main.get(name) != theirs.get(name)
-            ]:
+            named = sorted(main.keys() | theirs.keys())
+            if unlike := [name for name in named if main.get(name) != theirs.get(name)]:
                 name, more = unlike[0], f" (and {', '.join(unlike[1:])})" if unlike[1:] else ""
                 raise InputError(
                     f"ranks 0 and {other} have different {topic}: {name}{more} is "

@@ -28,13 +28,10 @@ def rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
     size = number(environment, "WORLD_SIZE", 1, default="1")
     if size == 1:
         return 0, 1
-    if missing := [
-        name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in environment
-    ]:
-        raise InputError(
-            f"WORLD_SIZE is {size} without {', '.join(missing)}; start ranks by torchrun or "
-            "--num-gpus"
-        )
+    needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+    if missing := ", ".join(name for name in needed if name not in environment):
+        advice = "start ranks by torchrun or --num-gpus"
+        raise InputError(f"WORLD_SIZE is {size} without {missing}; {advice}")
     number(environment, "MASTER_PORT", 1, 2**16)
     return number(environment, "RANK", 0, size), size
 
@@ -48,15 +45,11 @@ def number(
 ) -> int:
     """The variable as a number from `least` to below `limit`. Raises InputError if it is none."""
     text = environment.get(name, default) or ""
-    if not (
-        text.isdecimal()
-        and len(text) < 10
-        and least <= int(text)
-        and (limit is None or int(text) < limit)
-    ):
+    found = int(text) if text.isdecimal() and len(text) < 10 else -1
+    if found < least or (limit is not None and found >= limit):
         below = "" if limit is None else f" below {limit}"
         raise InputError(f"{name} is {text!r}, expected a number from {least}{below}")
-    return int(text)
+    return found
 
 
 def interface(host: str) -> str:
@@ -67,11 +60,8 @@ def interface(host: str) -> str:
             probe.bind((address, 0))
     except OSError:
         return ""
-    private = ip_address(str(address).partition("%")[0]).is_loopback and host not in (
-        address,
-        "localhost",
-    )
-    return "" if private else str(address)
+    loopback = ip_address(str(address).partition("%")[0]).is_loopback
+    return "" if loopback and host not in (address, "localhost") else str(address)
 
 
 def die_with_parent() -> None:

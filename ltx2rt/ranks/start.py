@@ -1,5 +1,4 @@
-"""The launcher of `--num-gpus`: torchrun and accelerate do the same by the same variables (RANK,
-LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+"""The launcher of `--num-gpus`, by the variables of torchrun and accelerate."""
 
 from __future__ import annotations
 
@@ -82,33 +81,26 @@ def start(
 def _spawn(argv: Sequence[str], count: int, ranks: list[subprocess.Popen], fed: bool) -> None:
     """Append the started ranks. Rank 0 gets the socket of its store, only on this host."""
     # one process of torchrun may start ranks too; torchrun's store is not theirs
-    shared = {
-        name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC")
-    }
+    own = {name: x for name, x in os.environ.items() if not name.startswith("TORCHELASTIC")}
+    shared = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # a store that goes down with its rank is no news
+    shared["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // count))
+    shared |= dict([SLEEPING]) | own  # the ranks share the cores
     shared |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LAUNCHER: str(os.getpid())}
-    # a store that goes down with its rank is no news
-    shared.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    shared.setdefault(*SLEEPING)  # the ranks share the cores
     with socket.create_server(("127.0.0.1", 0)) as store:
         address, port = store.getsockname()
         shared |= {"MASTER_ADDR": address, "MASTER_PORT": str(port), TOKEN: secrets.token_hex(16)}
         for rank in range(count):
-            env = shared | {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                STORE: str(store.fileno()) if rank == 0 else "",
-            }
+            kept = (store.fileno(),) if rank == 0 else ()
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), STORE: "".join(map(str, kept))}
             # a separate session: Ctrl-C reaches only the launcher, which then ends the ranks
-            ranks.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "ltx2rt", *argv],
-                    env=env,
-                    stdin=None if fed and rank == 0 else subprocess.DEVNULL,
-                    start_new_session=True,
-                    pass_fds=(store.fileno(),) if rank == 0 else (),
-                )
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ltx2rt", *argv],
+                env=shared | own,
+                stdin=None if fed and rank == 0 else subprocess.DEVNULL,
+                start_new_session=True,
+                pass_fds=kept,
             )
+            ranks.append(process)
 
 
 def _failed(ranks: Sequence[subprocess.Popen]) -> dict[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +106,6 @@ class Files(Marks):
         """The clip's first file."""
         return next(iter(self.outputs), None)
 
-    @property
-    def preview_file(self) -> Path | None:
-        return None if self.preview == NO_PREVIEW else self.preview
-
     def clips(self, seeds: Sequence[int]) -> list[tuple[Path, ...]]:
         """The files of each video."""
         named = [video_files(output, seeds) for output in self.outputs]
@@ -120,13 +116,10 @@ class Files(Marks):
         return [path for _, path in self._named(seeds)]
 
     def _named(self, seeds: Sequence[int]) -> list[tuple[str, Path]]:
-        more = (
-            ("--latents-out", self.latents_out),
-            ("--report", self.report),
-            ("--preview", self.preview_file),
-        )
+        more = {"--latents-out": self.latents_out, "--report": self.report}
+        more |= {"--preview": None if self.preview == NO_PREVIEW else self.preview}
         clips = [("--output", path) for paths in self.clips(seeds) for path in paths]
-        return clips + [(flag, path) for flag, path in more if path]
+        return clips + [(flag, path) for flag, path in more.items() if path]
 
     def named(self, suffix: str, seeds: Sequence[int]) -> Files:
         """The files with a name for the clip if it has none, or a folder: one that is free."""
@@ -147,32 +140,26 @@ class Files(Marks):
         """Raises InputError for an unwritable file, or one that would replace an input."""
         if self.quiet and self.verbose:
             raise InputError("--quiet and --verbose contradict each other; give one of them")
-        clips, named = [path for each in self.clips(seeds) for path in each], self._named(seeds)
-        if (shown := self.preview_file) and (
-            shown.suffix.lower() not in PREVIEWS or is_numbered(shown)
-        ):
+        named, shown = self._named(seeds), self.preview
+        fits = shown and shown.suffix.lower() in PREVIEWS and not is_numbered(shown)
+        if shown not in (None, NO_PREVIEW) and not fits:
             raise InputError(
                 f"--preview: {shown}, expected none, or a name in {', '.join(PREVIEWS)}"
             )
+        clips = [path for flag, path in named if flag == "--output"]
         for clip in clips:
             check_output(clip, num_frames)
         self.check_marks(clips)
         check_outputs(named, inputs)
-        for name, path in named[len(clips) :]:
-            _require_no_part(name, path, clips)
+        for (flag, path), clip in product(named[len(clips) :], clips):
+            if path.parent.resolve() == clip.parent.resolve() and is_part(clip, path.name):
+                what = f"a frame or the sound of --output {clip}"
+                raise InputError(f"{flag}: {path} would be {what}; choose another name")
 
     def announce(self, seeds: Sequence[int]) -> None:
         """Say on stderr which files a run will replace."""
         if replaced := [str(path) for path in self.all(seeds) if path.exists()]:
             note(f"will be replaced: {', '.join(replaced)}")
-
-
-def _require_no_part(name: str, path: Path, clips: Iterable[Path]) -> None:
-    """Refuse a file, given by the flag `name`, that is a part of a clip. Raises InputError."""
-    for clip in clips:
-        if path.parent.resolve() == clip.parent.resolve() and is_part(clip, path.name):
-            what = f"a frame or the sound of --output {clip}"
-            raise InputError(f"{name}: {path} would be {what}; choose another name")
 
 
 def video_files(output: Path | None, seeds: Sequence[int]) -> list[Path]:

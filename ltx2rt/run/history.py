@@ -57,8 +57,7 @@ def by_plan(session: Session, plan: Plan) -> str | None:
     info = session.backend.device()
     if (kind := known_kind(info.kind, info.name, info.total_bytes)) is None:
         return None
-    devices = prod(session.backend.mesh.values())
-    basis, kind = kind.basis(devices), kind.loaded()
+    basis, kind = kind.basis(prod(session.backend.mesh.values())), kind.loaded()
     steps_s = sum(c.steps * c.time_s(kind) for c in session.costs(plan.stages))
     seconds = steps_s + session.outside_s(plan.stages, kind)
     if basis == "bound" or kind.sustained is None:

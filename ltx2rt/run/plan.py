@@ -1,14 +1,12 @@
-"""The plan of a run: a resolved request with its stages, checked as far as headers tell.
-
-Everything that can be refused is refused here, before a weight is read. The stages are chosen by
-`pipelines` and written in `stages`.
-"""
+"""The plan of a run: a resolved request with its stages. Everything that can be refused is refused
+here, before a weight is read."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -38,9 +36,8 @@ from ltx2rt.weights.trained import remarks
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved request, its stages, the LoRAs, and what they merge by stage. weights: whether the
-    model's weights are known to be distilled. trained: sentences about LoRAs that `train run`
-    made."""
+    """A resolved request, its stages, the LoRAs, and their merges by stage. weights: why they take
+    a distilled LoRA or none. trained: sentences about LoRAs that `train run` made."""
 
     request: Request
     stages: tuple[Stage, ...]
@@ -53,7 +50,7 @@ class Plan:
     def all_merges(self) -> list[Merge]:
         """Each LoRA once at every strength, with its modules of all parts."""
         found: dict[tuple[str, float], Merge] = {}
-        for merge in (merge for merges in self.merges.values() for merge in merges):
+        for merge in chain(*self.merges.values()):
             key = merge.file, merge.strength
             found[key] = found[key].with_parts(merge) if key in found else merge
         return list(found.values())
@@ -71,8 +68,8 @@ class Plan:
         yield from self.trained
         if self.request.takes_distilled == "optional" and (self.weights or not distilled):
             how = "no distilled LoRA is merged"
-            if self.loras.distilled:
-                how = f"the distilled LoRA is merged at {self.loras.distilled.strength}"
+            if lora := self.loras.distilled:
+                how = f"the distilled LoRA is merged at {lora.strength}"
             yield f"{self.request.name}: {how}{self.weights}"
 
 
@@ -87,24 +84,19 @@ def prepared(
     request.check_options(options)
     request.check_files()
     length = request[Length].stated(request) if request.has(Length) else request.num_frames
-    if files is not None:
-        files.check(request.seeds, [*options.files, *request.files], length)
-        for output in files.outputs:
-            check_hdr(output, _transfer(request))
+    files = files or Files()
+    transfer = request.high_range.transfer if request.high_range else None
+    files.check(request.seeds, [*options.files, *request.files], length)
+    for output in files.outputs:
+        check_hdr(output, transfer)
     checkpoint = opened_checkpoint(options)
-    if files is not None:
-        files.check(request.seeds, checkpoint.files, length)
+    files.check(request.seeds, checkpoint.files, length)
     check_enhancing(request, checkpoint)
     request = request.resolved(checkpoint.config)
     distilled_lora(request, options, checkpoint)
-    for output in files.outputs if files is not None else ():
-        # last: its import takes as long as all the rest
-        check_encoders(output, _transfer(request))
+    for output in files.outputs:  # last: its import takes as long as all the rest
+        check_encoders(output, transfer)
     return checkpoint, request
-
-
-def _transfer(request: Request) -> str | None:
-    return request.high_range.transfer if request.high_range else None
 
 
 Resolved = tuple[Request, Loras, tuple[Stage, ...]]
@@ -116,8 +108,7 @@ def resolved(checkpoint: Checkpoint, options: ModelOptions, request: Request) ->
     request.check_files()
     request = request.resolved(checkpoint.config)
     distilled = distilled_lora(request, options, checkpoint)
-    apart = options.lora_mode == "unmerged"
-    given = [_planned(lora, apart) for lora in options.loras]
+    given = [_planned(lora, options.lora_mode == "unmerged") for lora in options.loras]
     user = tuple(lora for lora in given if "transformer" in lora.parts)
     text = tuple(replace(lora, beside=False) for lora in given if lora.parts != ("transformer",))
     loras = Loras(user, distilled and _planned(distilled), text)
@@ -162,8 +153,7 @@ def checked(session: Session, found: Resolved) -> Plan:
     merges = session.audit(stages)
     draws = [draw for stage in stages for draw in stage.draws(session.config).items()]
     _check_noise(request.noise_in, draws, request.made)
-    files = [lora.path for lora in loras.user]
-    trained = [line for path in files for line in remarks(path, session.checkpoint)]
+    trained = [line for lora in loras.user for line in remarks(lora.path, session.checkpoint)]
     return Plan(request, stages, loras, merges, _known_as(session, loras.distilled), tuple(trained))
 
 
@@ -195,9 +185,9 @@ def with_enhanced_prompt(
     assert seed is not None, "the request is not resolved"
     note("Gemma writes the prompt out ...", prefix="")
     on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
-    enhancer, asked = Enhancer.of(checkpoint, request.prompt_enhancer, options.loras), request
+    enhancer = Enhancer.of(checkpoint, request.prompt_enhancer, options.loras)
     how = seed, options.dtype or "auto", on_gpu
-    text = enhance(enhancer, asked.prompt, asked.first_image, *how)
+    text = enhance(enhancer, request.prompt, request.first_image, *how)
     note(f"enhanced prompt: {text}", prefix="")
     return replace(request, enhanced_prompt=text)
 
@@ -236,11 +226,8 @@ def _check_noise(
                 f"--noise-in: {name} in {path} is {info.dtype} {list(info.shape)}, expected "
                 f"float32 {list(shape)}"
             )
-    if extra := sorted(
-        n
-        for n in file.names()
-        if n not in names.values() and not RECORDED.fullmatch(n) and not n.startswith(made)
-    ):
+    extra = set(file.names()) - set(names.values())
+    if extra := sorted(n for n in extra if not RECORDED.fullmatch(n) and not n.startswith(made)):
         raise InputError(
             f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read"
         )

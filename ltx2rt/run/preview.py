@@ -1,10 +1,9 @@
 """Small pictures of latents, cheap enough to be made between two steps, and the file that shows them
 while a clip is made.
 
-Decides the colour of a latent pixel: its RGB is an affine function of its channels, fitted by
-least squares to what the checkpoint's own video encoder makes of smooth pictures, so that no
-constant belongs to one model. That colours are so nearly linear in the latents of such autoencoders
-is Keturn's observation,
+The RGB of a latent pixel is an affine function of its channels, fitted by least squares to latents
+of smooth pictures by the checkpoint's own video encoder. That colours are nearly linear in such
+latents is Keturn's observation,
 https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204 (2022). A decoder
 would show more, and take a program for every size.
 """
@@ -41,8 +40,8 @@ SPRITES = 4  # pictures along the side of a sprite sheet
 
 
 def fitted(session: Session) -> np.ndarray:
-    """f32[C + 1, 3]: from normalised video latents, and 1, to RGB in [-1, 1]. The encoder's weights
-    are let go. Raises InputError if the checkpoint has no video encoder."""
+    """f32[C + 1, 3]: from normalised video latents, and 1, to RGB in [-1, 1]. Frees the encoder's
+    weights. Raises InputError if the checkpoint has no video encoder."""
     factor = session.config.video_vae.space_factor
     call = Call("video-encoder", (1, 3, 1, GRID * factor, GRID * factor))
     rows, colours = [], []
@@ -65,9 +64,8 @@ def smooth(seed: int, side: int) -> np.ndarray:
     """Random colours that blend into each other, f32[3, side, side] in [-1, 1]."""
     patches = np.random.default_rng(seed).integers(0, 256, (GRID, GRID, 3), np.uint8)
     picture = Image.fromarray(patches).resize((side, side), Image.Resampling.BICUBIC)
-    return np.ascontiguousarray(
-        np.asarray(picture, np.float32).transpose(2, 0, 1) / np.float32(127.5) - 1
-    )
+    planes = np.asarray(picture, np.float32).transpose(2, 0, 1)
+    return np.ascontiguousarray(planes / np.float32(127.5) - 1)
 
 
 def frames_of(latents: np.ndarray, projection: np.ndarray) -> np.ndarray:
@@ -125,25 +123,20 @@ def looking(session: Session, projection: np.ndarray, show: Show) -> Look:
     return look
 
 
-def require_pictures(plan: Plan) -> None:
-    """Refuse a preview of a run that makes no new picture. Raises InputError."""
-    if not any(isinstance(one, Denoise) and "video" in one.made for one in plan.stages):
-        name = plan.request.name
-        raise InputError(f"--preview: the {name} pipeline makes no new picture here; leave it out")
-
-
 @contextmanager
 def previewing(
     session: Session, plan: Plan, to: Path | Show | None, beside: Path | None = None
 ) -> Iterator[Look | None]:
     """Show the run in a file, to a function, or for None in a picture next to a file, which is removed
     in the end. Raises InputError."""
-    once = to is None and session.backend.agree(beside is not None)
+    name, once = plan.request.name, to is None and session.backend.agree(beside is not None)
     if to == NO_PREVIEW or not (to or once):
         yield None
         return
     try:
-        require_pictures(plan)
+        if not any(isinstance(one, Denoise) and "video" in one.made for one in plan.stages):
+            said = f"the {name} pipeline makes no new picture here; leave it out"
+            raise InputError(f"--preview: {said}")
         projection = fitted(session)
     except InputError:
         if to:
@@ -153,9 +146,8 @@ def previewing(
     if callable(to):
         yield looking(session, projection, to)
         return
-    path = to or free_name(beside or Path(plan.request.name))
-    fps = plan.request.clip_fps / session.config.video_vae.time_factor
-    preview = Preview(path, fps, once)
+    path = to or free_name(beside or Path(name))
+    preview = Preview(path, plan.request.clip_fps / session.config.video_vae.time_factor, once)
     if once and session.backend.is_main:
         more = "removed in the end; --preview FILE keeps one, --preview none makes none"
         note(f"preview: {path} ({more})", prefix="")

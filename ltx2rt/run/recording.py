@@ -1,8 +1,5 @@
 """A clip in segments, encoded while it is made: a stream of fragments to play meanwhile, and the
-file that it becomes.
-
-Decides when a segment is encoded: as soon as its file is there. The file is encoded once, for both.
-"""
+file that it becomes. A segment is encoded as soon as its file is there, once for both."""
 
 from __future__ import annotations
 

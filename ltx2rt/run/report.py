@@ -91,28 +91,27 @@ def labels(session: Session, request: Request, video: int, marks: Marks) -> dict
     for f, path in named_files(request):
         if f.metadata["flag"].file in SHOWN and path.is_file():
             files[f.metadata["flag"].kept].append(path)
-    time = now()
-    origin = Origin(
-        model=f"LTX-{about['model']['generation']}",
-        model_version=f"{about['model']['name']} {about['model'].get('digest', '')}".strip(),
+    time, model = now(), about["model"]
+    label["origin"] = Origin(
+        model=f"LTX-{model['generation']}",
+        model_version=f"{model['name']} {model.get('digest', '')}".strip(),
         identity=str(uuid5(NAMESPACE_URL, json.dumps([time, about]))),
         time=time,
         kept=tuple(files[True]),
         shown=tuple(files[False]),
         signature=marks.sign,
     )
-    return label | {"origin": origin}
+    return label
 
 
 def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
     """The clip's metadata: prompt, seed, model, versions and every setting; files by name alone."""
     checkpoint = session.checkpoint
     about = {"layout": checkpoint.layout, "generation": checkpoint.config.release.name}
-    model = model_of(session) | about
     return {
         "prompt": request.prompt,
         "seed": request.seeds[video],
-        "model": model,
+        "model": model_of(session) | about,
         "versions": versions(session.backend),
         "settings": request.settings(named) | {"options": options_of(session)},
     }

@@ -1,9 +1,5 @@
 """Run a request: its plan, its stages in order, watched, up to the frames, which are made when they
-are taken, and its files.
-
-`Run` is what the command line, Python, the server's workers, calibration and training's validation
-share.
-"""
+are taken, and its files. The commands, Python, workers, calibration and validation share `Run`."""
 
 from __future__ import annotations
 
@@ -151,21 +147,19 @@ def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> 
 
 
 def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
-    """The plan for as many frames as the model chooses for the prompt, where it is to; it was made
-    for the longest. What encodes the prompt has run then, and the session remembers it."""
+    """Plan again for the length that the model predicts for the prompt, if it is to; the first plan
+    assumed the longest. The session remembers the encoded prompt."""
     if plan.request.auto_duration is None:
         return plan
     state, watch = State(), Stopwatch(stream, synchronize=session.backend.synchronize)
     last = next(i for i, stage in enumerate(plan.stages) if LENGTH in stage.makes)
     run_stages(session, replace(plan, stages=plan.stages[: last + 1]), watch, state)
-    assert state.num_frames, "the duration stage says how many"
+    count = state.num_frames
+    assert count, "the duration stage says how many"
     if session.backend.is_main:
-        fps = plan.request.fps
-        clip_s = float(state.num_frames / fps)
-        found = f"{state.num_frames} frames, {clip_s:.2f} s"
-        note(f"the prompt asks for {state.seconds:.2f} s: {found}")
-    known = replace(plan.request, num_frames=state.num_frames, auto_duration=None)
-    return make_plan(session, known)
+        clip_s = float(count / plan.request.fps)
+        note(f"the prompt asks for {state.seconds:.2f} s: {count} frames, {clip_s:.2f} s")
+    return make_plan(session, replace(plan.request, num_frames=count, auto_duration=None))
 
 
 def warm_up(session: Session, plan: Plan) -> None:
@@ -197,8 +191,7 @@ def produce(
     shown = on_progress or (stream is not None and stream.isatty())
     for stage in plan.stages if shown else ():
         if costs := session.costs([stage]):
-            flops = sum(float(c.steps * c.flops) for c in costs)
-            work.setdefault(stage.name, []).append(flops)
+            work.setdefault(stage.name, []).append(sum(float(c.steps * c.flops) for c in costs))
     built, loaded = session.backend.num_built, session.weights.loaded_bytes
     watch = Stopwatch(
         stream,
@@ -219,9 +212,8 @@ def produce(
     run_stages(session, plan, watch, state)
 
     def report() -> dict[str, Any]:
-        num_built = session.backend.num_built - built
-        loaded_bytes = session.weights.loaded_bytes - loaded
-        return report_of(session, plan, watch, num_built, loaded_bytes)
+        counts = session.backend.num_built - built, session.weights.loaded_bytes - loaded
+        return report_of(session, plan, watch, *counts)
 
     return state, watch, report
 

@@ -1,8 +1,5 @@
-"""The folder that keeps what an unfinished run has made: whose it is, and its end.
-
-Decides that a run goes on only from segments and steps of the very same request, model and
-versions: segments of another run are not removed, steps are.
-"""
+"""The folder that keeps the work of an unfinished run. A run goes on only from segments and steps
+of the very same request, model and versions; it removes steps of another run, and no segments."""
 
 from __future__ import annotations
 
@@ -50,7 +47,7 @@ def check_records(request: Any, folder: Path) -> None:
 
 
 def seed_of(folder: Path) -> int | None:
-    """The seed of the run whose segments are there; None where there is none."""
+    """The seed of the run that left segments; None where there is none."""
     with suppress(InputError):
         return read_json(folder / REQUEST, {"seed": int})["seed"]
     return None
@@ -73,12 +70,12 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
     with alone_in(folder, "--output"):
         asked = comment(session, plan.request, 0) | {"files": written(session, plan)}
         _check(json.loads(json.dumps(asked)), folder, segmented)
+        unnamed = folder.name.startswith(f"{UNNAMED}-")
+        named = f" with --output {folder.with_suffix('')}" if unnamed else ""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
             for line in _kept(plan.request, folder):
-                named = f" with --output {folder.with_suffix('')}"
-                named = named if folder.name.startswith(f"{UNNAMED}-") else ""
                 note(f"{line} are kept in {folder}: the same command{named} goes on")
             raise
         finally:

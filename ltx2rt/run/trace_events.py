@@ -24,9 +24,9 @@ def write_trace(found: Estimate, path: Path) -> None:
     """Write one step of every stage. Raises OSError if the file cannot be written."""
     stages = enumerate(found.costs, 1)
     events = [event for number, c in stages for event in stage_events(c, found.kind, number)]
-    devices = f"{found.devices} x {found.kind.name}"
-    facts = {"devices": devices, "mesh": dict(found.session.backend.mesh)}
-    trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
+    mesh, devices = dict(found.session.backend.mesh), f"{found.devices} x {found.kind.name}"
+    trace: dict[str, Any] = {"traceEvents": events, "displayTimeUnit": "ms"}
+    trace["otherData"] = {"devices": devices, "mesh": mesh}
     with replacing(path) as partial:
         partial.write_text(json.dumps(trace))
 

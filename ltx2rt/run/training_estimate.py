@@ -68,9 +68,8 @@ def training_step(args: argparse.Namespace) -> tuple[Bucket, dict[str, Any]] | N
             raise InputError(f"--{name}: sizes a training step; add --train WxHxF")
         return None
     unread = [spelling(f) for name, f in of_runs.items() if hasattr(args, name)]
-    if unread or hasattr(args, "loras"):
-        flag = unread[0] if unread else "--lora"
-        raise InputError(f"{flag}: a training step does not read it; leave the flag out")
+    if unread := [*unread, *(["--lora"] if hasattr(args, "loras") else [])]:
+        raise InputError(f"{unread[0]}: a training step does not read it; leave the flag out")
     return bucket, flags
 
 

@@ -1,8 +1,6 @@
-"""Clips that a training run makes of prompts while it goes on, with the LoRA of that step.
-
-Decides what a line of `--validation` says. The LoRA is merged into weights of a session of their
-own, as `generate --lora` does, and these are let go of after each time; what is trained stays on
-the device meanwhile.
+"""Clips that a training run makes of prompts while it goes on, with the LoRA of that step: merged
+into weights of a separate session, as `generate --lora` does, which are freed after each time. The
+trained model stays on the device meanwhile.
 """
 
 from __future__ import annotations
@@ -95,17 +93,16 @@ def _requests(run: Run, path: Path) -> Iterator[Request]:
 def _request(run: Run, line: Mapping[str, Any], number: int) -> Request:
     """Keys: prompt; image (FILE[:FRAME[:STRENGTH]], or a list); reference (a file, for an IC-LoRA);
     size (WxHxF, default: as trained); seed; pipeline; and the clip flags of that."""
-    r, g = run.request, run.step.geometry
-    rest = {name: x for name, x in line.items() if name not in ("reference", "size", "pipeline")}
-    name = line.get("pipeline", "one-stage" if "video" in run.samples.streams else "t2a")
-    given = {"num_frames": (g.frames - 1) * g.time_factor + 1, "fps": g.fps}
+    r, g, rest = run.request, run.step.geometry, dict(line)
+    name = rest.pop("pipeline", "one-stage" if "video" in run.samples.streams else "t2a")
+    given: dict[str, Any] = {"num_frames": (g.frames - 1) * g.time_factor + 1, "fps": g.fps}
     height, width = g.size_px
-    if "size" in line:
-        bucket = parse_bucket(str(line["size"]), "size")
+    if "size" in rest:
+        bucket = parse_bucket(str(rest.pop("size")), "size")
         width, height, given["num_frames"] = bucket.width, bucket.height, bucket.frames
-    if "reference" in line:  # its first stage, which makes half of the size, is all that is made
+    if "reference" in rest:  # its first stage, which makes half of the size, is all that is made
         name, width, height = "ic-lora", 2 * width, 2 * height
-        given |= {"skip_stage_2": True, "video_conditioning": [str(line["reference"])]}
+        given |= {"skip_stage_2": True, "video_conditioning": [str(rest.pop("reference"))]}
     if name != "t2a":
         given |= {"width": width, "height": height}
     return make_request(name, **{"seed": r.validation_seed + number - 1, **given, **rest})
