@@ -29,22 +29,14 @@ def clips(folder: Path) -> dict[str, dict]:
     size = {"width": 64, "height": 64, "num_frames": 25, "image_crf": 0}
     images = ImageSpec(folder / "first.png", 0, 0.8), ImageSpec(folder / "later.png", 9)
     film = folder / "film.mp4"
-    references = {
-        "video_conditioning": (ReferenceSpec(film, 0.9),),
-        "conditioning_attention_strength": 0.6,
-    }
+    followed = {"video_conditioning": (ReferenceSpec(film, 0.9),)}
+    part = {"start_time": 0.3, "end_time": 0.5, "guided": True}
     return {
         "hq": size | {"steps": 2, "images": images},
         "keyframes": size | {"steps": 2, "images": images},
         "a2v": size | {"steps": 2, "audio_path": film, "audio_fit": "pad"},
-        "retake": {
-            "steps": 2,
-            "video_path": film,
-            "start_time": 0.3,
-            "end_time": 0.5,
-            "guided": True,
-        },
-        "ic-lora": size | references,
+        "retake": {"steps": 2, "video_path": film} | part,
+        "ic-lora": size | followed | {"conditioning_attention_strength": 0.6},
         "t2a": {"steps": 2, "num_frames": 25},
         "dubit": {"video_path": film},
         "hdr-ic-lora": {"video_path": film},
@@ -62,15 +54,12 @@ def records(
     where = {"mesh": parse_mesh(mesh) if mesh else {}, "profile": profile or None}
     session, found = open_session(ModelOptions(backend, model, device="cpu", **where)), {}
     for name in names:
-        merged = (
-            {"loras": (lora,), "distilled_lora": NO_LORA}
-            if name in ("ic-lora", "dubit", "hdr-ic-lora")
-            else {"distilled_lora": lora}
-        )
-        session.options = replace(session.options, **{"loras": ()} | merged)
-        plan = make_plan(
-            session, pipeline(name.split()[0])("a red fox", seed=3, **clips(folder)[name])
-        )
+        merged = {"loras": (), "distilled_lora": lora}
+        if name in ("ic-lora", "dubit", "hdr-ic-lora"):
+            merged = {"loras": (lora,), "distilled_lora": NO_LORA}
+        session.options = replace(session.options, **merged)
+        request = pipeline(name.split()[0])("a red fox", seed=3, **clips(folder)[name])
+        plan = make_plan(session, request)
         stages = tuple(stage for stage in plan.stages if not isinstance(stage, (Frames, Sound)))
         state, *_ = produce(session, replace(plan, stages=stages), keep=session.backend.is_main)
         found |= {f"{name}/{key}": value for key, value in state.record.items()}

@@ -13,12 +13,12 @@ import pytest
 from PIL import Image
 
 from ltx2rt import cli
-from ltx2rt.errors import InputError
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import make_request
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.presets import preset
 from tests.conftest import read_by
+from tests.conftest import refused as refused_in_python
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +126,10 @@ def test_flags_of_one_pipeline(refused, model, tmp_path, flags, message):
 
 def test_durations_that_are_none():
     """Python's callers and a command without --num-frames meet the same checks."""
-    nan = float("nan")
-    for given, said in ((0, "expected more than 0"), (nan, "--seconds: nan"), (1e3, "limit is 20")):
-        with pytest.raises(InputError, match=said):
-            make_request("t2a", prompt="rain", duration=given).resolved(preset("tiny-2.3").config)
+    nan, config = float("nan"), preset("tiny-2.3").config
+    for given, says in ((0, "expected more than 0"), (nan, "--seconds: nan"), (1e3, "limit is 20")):
+        with refused_in_python(says):
+            make_request("t2a", prompt="rain", duration=given).resolved(config)
 
 
 def test_names_that_nobody_knows(refused, tmp_path):
@@ -145,38 +145,33 @@ def test_names_that_nobody_knows(refused, tmp_path):
 def test_files_that_are_no_checkpoint(refused, model, tmp_path):
     data = main_file(model).read_bytes()
     pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n"
-    for name, content, message in (
-        ("cut.safetensors", data[: len(data) // 2], "truncated"),
-        ("head.safetensors", data[:100], "truncated"),
-        ("empty.safetensors", b"", "not a safetensors file"),
-        ("pointer.safetensors", pointer, "git-lfs pointer"),
-    ):
-        (tmp_path / name).write_bytes(content)
-        assert message in refused("--model", tmp_path / name, "--text-encoder", model / "gemma-3")
+    path = tmp_path / "a.safetensors"
+    for content, message in (
+        (data[: len(data) // 2], "truncated"), (data[:100], "truncated"),
+        (b"", "not a safetensors file"), (pointer, "git-lfs pointer"),
+    ):  # fmt: skip
+        path.write_bytes(content)
+        assert message in refused("--model", path, "--text-encoder", model / "gemma-3")
     (tmp_path / "folder").mkdir()
     assert "no checkpoint" in refused("--model", tmp_path / "folder")
     assert "--text-encoder" in refused("--model", model / "gemma-3")
 
 
-def test_a_gemma_of_the_wrong_size(refused, model, tmp_path):
-    gemma = tmp_path / "gemma"
-    shutil.copytree(model / "gemma-3", gemma)
-    config = json.loads((gemma / "config.json").read_text())
-    config.get("text_config", config)["num_hidden_layers"] += 1
-    layer_types = config.get("text_config", config).get("layer_types")
-    if layer_types:
-        layer_types.append("full_attention")
-    (gemma / "config.json").write_text(json.dumps(config))
-    assert str(gemma) in refused("--text-encoder", gemma)
+FILES = ("tokenizer.json", "config.json")
 
 
-def test_a_tokenizer_of_another_model_is_refused_before_weights(refused, model, tmp_path):
+def test_a_gemma_of_the_wrong_size_or_with_another_tokenizer(refused, model, tmp_path):
     gemma = tmp_path / "gemma"
     shutil.copytree(model / "gemma-3", gemma)
-    words = json.loads((gemma / "tokenizer.json").read_text())
-    words["model"]["vocab"]["other"] = 5000
-    (gemma / "tokenizer.json").write_text(json.dumps(words))
+    tokenizer, config = (json.loads((gemma / name).read_text()) for name in FILES)
+    tokenizer["model"]["vocab"]["other"] = 5000
+    (gemma / FILES[0]).write_text(json.dumps(tokenizer))
     assert "ids reach" in refused("--text-encoder", gemma)
+    text = config.get("text_config", config)
+    text["num_hidden_layers"] += 1
+    text.get("layer_types", []).append("full_attention")
+    (gemma / FILES[1]).write_text(json.dumps(config))
+    assert str(gemma) in refused("--text-encoder", gemma)
 
 
 def test_what_cannot_be_enhanced(refused, monkeypatch):
@@ -184,8 +179,9 @@ def test_what_cannot_be_enhanced(refused, monkeypatch):
         patch.setattr("ltx2rt.stages.enhance.find_spec", lambda name: name != "accelerate" or None)
         said = refused("--enhance-prompt")
         assert "needs accelerate; in the clone: pip install '.[enhance]'" in said
-    monkeypatch.setenv("RANK", "0"), monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1"), monkeypatch.setenv("MASTER_PORT", "1")
+    launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in launch.items():
+        monkeypatch.setenv(name, value)
     # Joining the other rank comes first: what this one would say is asked for without it.
     monkeypatch.setattr("ltx2rt.cli._join", lambda args: None)
     assert "several processes would write several texts" in refused("--enhance-prompt")
@@ -299,12 +295,8 @@ for flags in json.loads(sys.argv[1]):
 def test_probe_and_merge_replace_no_input(model, tmp_path, command):
     inputs = tmp_path / "in.safetensors"
     write_arrays(inputs, {"steps": np.array([3], np.int32)})
-    probe = [
-        *"probe --backend cuda --component schedule --inputs".split(),
-        inputs,
-        "--model",
-        model,
-    ]
+    probe = ["probe", "--backend", "cuda", "--component", "schedule", "--model", model]
+    probe += ["--inputs", inputs]
     lora = model / "tiny-2.3-distilled-lora.safetensors"
     name = "model.diffusion_model.patchify_proj.weight"
     merge = ["weights", "merge", "--model", main_file(model), "--lora", lora, "--tensor", name]

@@ -136,7 +136,9 @@ def test_other_files_stay(calibrated, tmp_path):
 
 def test_what_is_refused(calibrated, tmp_path):
     (tmp_path / "file").touch()
+    (tmp_path / "one.txt").write_text("only one\n")
     for flags, said in (
+        (("--prompts", tmp_path / "one.txt"), "expected 2 to"),
         (("--evaluations", 5), "below --steps, which are 5"),
         (("--evaluations", 1), "--evaluations"),
         (("--prompts", tmp_path / "none.txt"), "none.txt"),
@@ -147,6 +149,3 @@ def test_what_is_refused(calibrated, tmp_path):
     ):
         status, _, err = calibrated(*flags)
         assert status == 2 and err.count("\n") == 1 and said in err, (flags, err)
-    (tmp_path / "one.txt").write_text("only one\n")
-    status, _, err = calibrated("--prompts", tmp_path / "one.txt")
-    assert status == 2 and "expected 2 to" in err

@@ -22,9 +22,8 @@ def model(tiny):
 @pytest.fixture(scope="module")
 def alone(generate, model, images):
     """Each seed's clip on its own, with torch."""
-    runs = [
-        generate("cuda", model, "--seed", seed, "--image", f"{images[0]}:0:0.8") for seed in SEEDS
-    ]
+    image = ("--image", f"{images[0]}:0:0.8")
+    runs = [generate("cuda", model, "--seed", seed, *image) for seed in SEEDS]
     assert [run.status for run in runs] == [0, 0], runs[0].stderr
     return [run.latents for run in runs]
 

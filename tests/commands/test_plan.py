@@ -4,10 +4,8 @@ import json
 
 import pytest
 
-STAGE_KEYS = {
-    "name", "steps", "weights_bytes", "resident_bytes", "streamed_bytes", "activation_bytes", "flops", "collectives",
-    "exchange_s", "copy_s", "waits_s", "time_s", "basis",
-}  # fmt: skip
+STAGE_KEYS = "name steps weights_bytes resident_bytes streamed_bytes activation_bytes flops "
+STAGE_KEYS += "collectives exchange_s copy_s waits_s time_s basis"
 PLAN = ["plan", "--devices", "2", "--device-kind", "h100-80gb", "--mesh", "tensor=2"]
 
 
@@ -21,16 +19,11 @@ def planned(command):
 def test_plan_prints_the_promised_json(planned):
     assert planned.keys() == {"fits", "memory_mode", "devices", "mesh", "stages", "time_s", "basis"}
     assert planned["fits"] is True and planned["devices"] == 2 and planned["mesh"] == {"tensor": 2}
-    assert [
-        s["name"] for s in planned["stages"]
-    ] == "text stage1 upsample stage2 audio decode".split()
-    assert all(s.keys() == STAGE_KEYS for s in planned["stages"])
-    assert planned["stages"][1]["collectives"] == {
-        "all_reduce": {
-            "count": (2 * 7 + 1) * 3,
-            "bytes": planned["stages"][1]["collectives"]["all_reduce"]["bytes"],
-        }
-    }
+    stages = planned["stages"]
+    assert [s["name"] for s in stages] == "text stage1 upsample stage2 audio decode".split()
+    assert all(s.keys() == {*STAGE_KEYS.split()} for s in stages)
+    ((kind, exchanged),) = stages[1]["collectives"].items()
+    assert (kind, exchanged["count"]) == ("all_reduce", (2 * 7 + 1) * 3) and exchanged["bytes"] > 0
 
 
 def test_a_checkpoint_is_planned_as_its_preset(planned, command, tiny):
@@ -45,37 +38,34 @@ def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, 
     lora = tiny("tiny-2.3", "official") / "tiny-2.3-distilled-lora.safetensors"
     flags = ["plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "h200", "--pipeline"]
     size = ("--width", 64, "--height", 64, "--num-frames", 17)
-    guide = (*size, "--lora", lora, "--video-conditioning", film, "--skip-stage-2")
+    given, merged = ("--video-path", film), ("--lora", lora)
+    guide = (*size, *merged, "--video-conditioning", film, "--skip-stage-2")
     for words, stages in (
-        (("distilled", *size), ["text", "stage1", "upsample", "stage2", "audio", "decode"]),
-        (("hq", *size, "--no-audio"), ["text", "stage1", "upsample", "stage2", "decode"]),
-        (("keyframes", *size, "--image", f"{images[0]}:0", f"{images[1]}:16"), None),
-        (("v2v", "--video-path", film), ["source video", "source sound", "text", "stage1", "decode"]),
-        (("inpaint", "--video-path", film, "--pad", "32,0,32,0"), ["source video", "source sound", "text", "stage1",
-                                                                    "decode"]),
-        (("dubit", "--video-path", film, *guide[6:8]), None),
-        (("hdr-ic-lora", "--video-path", film, *guide[6:8]), None),
-        (("ic-lora", *guide, "--conditioning-attention-strength", 0.5), ["text", "stage1 videos", "stage1", "audio",
-                                                                         "decode"]),
-        (("t2a", "--duration", 1), ["text", "stage1", "audio"]),
+        (("distilled", *size), "text stage1 upsample stage2 audio decode"),
+        (("hq", *size, "--no-audio"), "text stage1 upsample stage2 decode"),
+        (("keyframes", *size, "--image", f"{images[0]}:0", f"{images[1]}:16"), ""),
+        (("v2v", *given), "source video source sound text stage1 decode"),
+        (("inpaint", *given, "--pad", "32,0,32,0"), "source video source sound text stage1 decode"),
+        (("dubit", *given, *merged), ""), (("hdr-ic-lora", *given, *merged), ""),
+        (("ic-lora", *guide, "--conditioning-attention-strength", 0.5),
+         "text stage1 videos stage1 audio decode"),
+        (("t2a", "--duration", 1), "text stage1 audio"),
     ):  # fmt: skip
         status, out, err = command(*flags, *words, "--json")
         assert status == 0, err
-        assert stages is None or [s["name"] for s in json.loads(out)["stages"]] == stages
+        assert stages in ("", " ".join(s["name"] for s in json.loads(out)["stages"]))
 
 
 def test_plan_prints_a_table(command):
     """Four cards hold the released model, one H100 does not; the origin of its rates is said."""
-    status, out, _ = command(
-        "plan", "--preset", "ltx-2.3", "--devices", 4, "--device-kind", "h100-80gb", "--verbose"
-    )
+    one = ["plan", "--preset", "ltx-2.3", "--device-kind", "h100-80gb"]
+    status, out, _ = command(*one, "--devices", 4, "--verbose")
     assert status == 0 and "720 all_reduce" in out and "memory: fits" in out
     assert "scaled from what was measured on h200-141gb" in out
     assert "less what passes under products" in out
-    one = ["plan", "--preset", "ltx-2.3", "--device-kind", "h100-80gb"]
     status, out, _ = command(*one, "--memory", "resident")
-    assert status == 0 and "does NOT fit" in out and "all_reduce" not in out
-    assert "exchanges" not in out
+    assert status == 0 and "does NOT fit" in out
+    assert "all_reduce" not in out and "exchanges" not in out
     assert "try --memory auto or more devices or fewer frames" in out
     status, out, _ = command(*one)
     assert len(out.splitlines()) <= 6
@@ -121,37 +111,28 @@ def test_plan_streams_what_does_not_fit(command):
 
 @pytest.mark.long
 def test_advice_for_the_text_stage_names_no_smaller_clip(command):
-    _, out, _ = command(
-        *"plan --preset ltx-2.5 --device-kind 3060 --num-frames 121 --max-memory 9".split()
-    )
+    words = "plan --preset ltx-2.5 --device-kind 3060 --num-frames 121 --max-memory 9"
+    _, out, _ = command(*words.split())
     assert "text needs 7.7 GB of 9 GB" in out
     advice = out.partition("try ")[2].split("\n")[0]
     assert "does NOT fit: text needs" in out and "more devices" in advice and "frames" not in advice
 
 
-@pytest.mark.parametrize(
-    "encoding, faster",
-    (("float8", (0.6, 0.75)), pytest.param("int8", (1.0, 1.1), marks=pytest.mark.long)),
-)
+@pytest.mark.parametrize("encoding, faster", [
+    ("float8", (0.6, 0.75)), pytest.param("int8", (1.0, 1.1), marks=pytest.mark.long),
+])  # fmt: skip
 def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, faster):
     """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of
     37.9 GB."""
-    flags = [
-        *["plan", "--preset", "ltx-2.3", "--devices", "1", "--device-kind", "h200-141gb"],
-        *["--pipeline", "one-stage"],
-    ]
+    words = "plan --preset ltx-2.3 --device-kind h200-141gb --pipeline one-stage --json".split()
     found = []
     for dtype in ("bfloat16", encoding):
-        status, out, _ = command(*flags, "--weights-dtype", dtype, "--json")
+        status, out, _ = command(*words, "--weights-dtype", dtype)
         assert status == 0
         found.append({stage["name"]: stage for stage in json.loads(out)["stages"]}["stage1"])
     saved = found[0]["weights_bytes"] - found[1]["weights_bytes"]
     d, audio = 4096, 2048
-    block = (
-        2 * 4 * (d * d + audio * audio)
-        + 2 * (2 * d * audio + 2 * audio * audio)
-        + 8 * (d * d + audio * audio)
-    )
+    block = 16 * (d * d + audio * audio) + 4 * (d * audio + audio * audio)
     assert 0.995 * 46 * block <= saved <= 46 * block  # a scale of 4 bytes for each row
     # The first and last block stand alone, and branches that part inside a block share the rest of
     # it only there.
@@ -167,11 +148,11 @@ def test_graph_prints_float8_linears(command):
 
 
 def test_an_unknown_device_kind_lists_the_known(command):
-    status, out, err = command(
-        "plan", "--preset", "tiny-2.3", "--devices", 2, "--device-kind", "gpu"
-    )
+    status, out, err = command("plan", "--preset", "tiny-2.3", "--device-kind", "gpu")
     assert status == 2 and out == "" and err.count("\n") == 1
     assert all(kind in err for kind in ("h100-80gb", "h200-141gb", "v6e", "v7x"))
+    status, _, err = command("plan", "--preset", "tiny-2.3", "--device-kind", "a100")
+    assert status == 2 and "a100-40gb or a100-80gb" in err
 
 
 def test_graph_prints_the_placed_graph(command):
@@ -201,45 +182,31 @@ def test_json_names_the_collective_of_every_node(command):
 
 
 def test_graph_refuses_a_mesh_that_does_not_divide(command):
-    status, _, err = command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 3)
-    assert status == 2 and "heads=4 does not divide over tensor=3" in err
-    status, _, err = command(
-        "graph", "transformer", "--preset", "tiny-2.3", "--profile", "nope", "--tp-size", 2
-    )
-    assert status == 2 and "nope" in err and "hopper" in err
-    assert command("graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 0)[0] == 2
-    assert (
-        command(
-            "graph", "transformer", "--preset", "tiny-2.3", "--tp-size", 2, "--mesh", "tensor=2"
-        )[0]
-        == 2
-    )
+    words = ("graph", "transformer", "--preset", "tiny-2.3", "--tp-size")
+    for more, said in (
+        ((3,), "heads=4 does not divide over tensor=3"), ((0,), "--tp-size: 0"),
+        ((2, "--profile", "nope"), "hopper"), ((2, "--mesh", "tensor=2"), "--tp-size"),
+    ):  # fmt: skip
+        status, _, err = command(*words, *more)
+        assert status == 2 and said in err, err
 
 
 def test_one_device_is_planned_unless_more_are_asked_for(command):
-    found = [
-        command(*"plan --preset tiny-2.3 --device-kind h100 --pipeline one-stage".split(), *more)
-        for more in ((), ("--devices", 1))
-    ]
+    words = "plan --preset tiny-2.3 --device-kind h100 --pipeline one-stage".split()
+    found = [command(*words, *more) for more in ((), ("--devices", 1))]
     assert found[0] == found[1] and found[0][0] == 0
     for count in (0, 99999999999):
         status, _, err = command(*PLAN[:1], "--preset", "tiny-2.3", "--devices", count, *PLAN[3:])
         assert status == 2 and f"--devices: {count}, expected 1 to 10000" in err
 
 
-@pytest.mark.parametrize(
-    "name,kind", [("h100", "h100-80gb"), ("H200", "h200-141gb"), ("RTX 4090", "rtx4090-24gb")]
-)
+@pytest.mark.parametrize("name,kind", [
+    ("h100", "h100-80gb"), ("H200", "h200-141gb"), ("RTX 4090", "rtx4090-24gb"),
+])  # fmt: skip
 def test_a_device_kind_has_a_short_name(name, kind, command):
-    status, out, _ = command("plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", name)
+    words = ("plan", "--preset", "tiny-2.3", "--pipeline", "one-stage", "--device-kind", name)
+    status, out, _ = command(*words)
     assert status == 0 and f"on 1 x {kind} " in out
-
-
-def test_a_short_name_of_two_kinds_is_refused(command):
-    status, _, err = command(
-        "plan", "--preset", "tiny-2.3", "--devices", 1, "--device-kind", "a100"
-    )
-    assert status == 2 and "a100-40gb or a100-80gb" in err
 
 
 TRAIN = ("plan", "--preset", "tiny-2.3", "--train", "64x64x17", "--rank", 4, "--mode", "t2v")
@@ -247,37 +214,32 @@ TRAIN = ("plan", "--preset", "tiny-2.3", "--train", "64x64x17", "--rank", 4, "--
 
 def test_a_training_step_is_planned(command):
     """Two clips on two GPUs: weights, work and LoRA of one, and one exchange, of all gradients."""
-    one, two = (
-        json.loads(command(*TRAIN, "--device-kind", "h200", "--devices", n, "--json")[1])
-        for n in (1, 2)
-    )
+
+    def planned(*more):
+        return json.loads(command(*TRAIN, "--device-kind", "h200", *more, "--json")[1])
+
+    one, two = (planned("--devices", n) for n in (1, 2))
     assert one["fits"] and one["collectives"] == {} and two["mesh"] == {"data": 2}
     same = ("trained", "weights_bytes", "state_bytes", "kept_bytes", "block_bytes", "flops")
     assert [one[name] for name in same] == [two[name] for name in same]
     assert two["collectives"] == {"all_reduce": {"count": 1, "bytes": 4 * one["trained"]}}
     assert one["state_bytes"] == 16 * one["trained"] and two["exchange_s"] > 0
-    kept = json.loads(command(*TRAIN, "--device-kind", "h200", "--remat", "none", "--json")[1])
+    kept = planned("--remat", "none")
     assert kept["flops"] < one["flops"] and kept["kept_bytes"] > one["kept_bytes"]
     text = command(*TRAIN, "--device-kind", "h200")[1]
     assert "training step of 1 clip of 64x64x17 (video and audio), LoRA of rank 4" in text
     assert "memory       fits" in text
-    eight = json.loads(
-        command(*TRAIN, "--device-kind", "h200", "--weights-dtype", "int8", "--json")[1]
-    )
+    eight = planned("--weights-dtype", "int8")
     assert eight["weights_bytes"] < 0.8 * one["weights_bytes"]  # not only blocks have weights here
     assert eight["flops"] == one["flops"] and eight["block_bytes"] > one["block_bytes"]
 
 
 def test_a_planned_step_has_its_references_and_its_average(command):
-    words = (*TRAIN[:-2], "--device-kind", "h200", "--json")
+    words = (*TRAIN[:-1], "outpaint", "--device-kind", "h200", "--json")
+    guided = ("--mode", "ic-lora", "--targets", "video-attn")
     plain, averaged, half, whole = (
         json.loads(command(*words, *more)[1])
-        for more in (
-            ("--mode", "outpaint"),
-            ("--mode", "outpaint", "--ema", 0.99),
-            ("--mode", "ic-lora", "--reference-downscale", 2, "--targets", "video-attn"),
-            ("--mode", "ic-lora", "--targets", "video-attn"),
-        )
+        for more in ((), ("--ema", 0.99), (*guided, "--reference-downscale", 2), guided)
     )
     assert averaged["state_bytes"] == 20 * averaged["trained"] == 20 * plain["trained"]
     grows = [x["flops"] for x in (plain, half, whole)]
