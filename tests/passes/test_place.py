@@ -4,7 +4,7 @@ cannot be split."""
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, reduce
 from itertools import count
 from pathlib import Path
 
@@ -14,7 +14,7 @@ import pytest
 from ltx2rt.errors import GraphError
 from ltx2rt.graph import Graph, trace
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.graph.ir import Node, Value
+from ltx2rt.graph.ir import Node, Replaced, Value, rewrite
 from ltx2rt.graph.ops import OPS
 from ltx2rt.graph.show import show
 from ltx2rt.graph.verify import verify
@@ -27,8 +27,8 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
 from ltx2rt.testing import random_params, relative_l2
 from ltx2rt.weights.presets import preset
-from tests.conftest import assert_near, refused
-from tests.placed_cases import DEVICES, NAMES, case
+from tests.conftest import refused
+from tests.placed_cases import DEVICES, NAMES, Case, case
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of summation
 BROKEN = 1e-2  # what a graph that is broken on purpose misses by, at least
@@ -37,15 +37,14 @@ ALL_BRANCHES = guided_step.Branches(True, True, True)
 
 
 @cache
-def full(generation: str, devices: int, passes: tuple[str, ...] = ("pack", "coalesce")) -> Graph:
+def full(generation: str, devices: int, passes=(pack, coalesce)) -> Graph:
     """The released model's guided step: 1536 video tokens, 126 of sound, 1024 of text."""
     config = preset(f"ltx-{generation}").config.transformer
     structure = guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2)
     graph = guided_step.trace(config, structure, "bfloat16")
-    graph = place(graph, HEADS_AND_FF, {"tensor": devices}, strict=True)
-    for name in passes:
-        graph = {"pack": pack, "coalesce": coalesce}[name](graph)
-    return graph
+    if devices > 1:
+        graph = place(graph, HEADS_AND_FF, {"tensor": devices}, strict=True)
+    return reduce(lambda done, one: one(done), passes, graph)
 
 
 def reduces(graph: Graph) -> Counter:
@@ -59,18 +58,10 @@ def reduces(graph: Graph) -> Counter:
 
 @pytest.mark.parametrize("devices", DEVICES)
 @pytest.mark.parametrize("name", NAMES)
-def test_placed_graph_has_the_values_of_one_device(name, devices):
+def test_placed_graph_has_the_values_and_tensors_of_one_device(name, devices):
     """Where a size does not divide over 4, the attention stays whole and the result right."""
     one = case(name)
-    expected = one.expected
-    actual = interpret(one.on(devices), one.params, one.inputs)
-    assert_near(actual, expected, CLOSE)
-
-
-@pytest.mark.parametrize("devices", DEVICES)
-@pytest.mark.parametrize("name", NAMES)
-def test_placed_graph_reads_the_same_tensors(name, devices):
-    one = case(name)
+    one.agrees(one.on(devices), CLOSE)
     assert one.on(devices).parameters() == one.graph.parameters()
 
 
@@ -79,33 +70,27 @@ def test_placed_graph_reads_the_same_tensors(name, devices):
 def test_block_has_4_large_and_3_small_all_reduces(generation, devices):
     graph = full(generation, devices)
     assert reduces(graph) == {"bfloat16": 4 * 48, "float32": 3 * 48}
-    assert not [node for node in graph.nodes if node.op == "all_reduce"], (
-        "one stands outside the blocks"
-    )
+    assert not [node for node in graph.nodes if node.op == "all_reduce"], "one is outside"
 
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_count_sees_what_coalesce_saves(generation):
     """Six attentions, two feed-forwards: a partial sum each, six statistics of q and k."""
-    assert reduces(full(generation, 4, ("pack",))) == {"bfloat16": 8 * 48, "float32": 12 * 48}
+    assert reduces(full(generation, 4, (pack,))) == {"bfloat16": 8 * 48, "float32": 12 * 48}
 
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))
 def test_all_reduce_is_the_only_communication(generation):
     """Nothing gathers, and a device's slice of what it holds anyway moves nothing."""
-    config = preset(f"ltx-{generation}").config.transformer
-    shape = guided_step.StepShape(ALL_BRANCHES, 1536, 126, 1024, (16, 16, 24, 16, 126, 126), 2)
-    one = guided_step.trace(config, shape, "bfloat16")
-    new = {node.op for node, _ in full(generation, 4).walk()} - {node.op for node, _ in one.walk()}
+    one, placed = ({n.op for n, _ in full(generation, d, ()).walk()} for d in (1, 4))
+    new = placed - one
     assert new <= {"all_reduce", "shard", "sum_squares", "rms_scale", "split", "slice", "add"}
 
 
 def test_partial_sums_keep_their_width_and_statistics_are_one_number_a_token():
     """Per block 8 activations of the model's width and 12 statistics."""
-    (body,) = (node.args["repeat"].body for node in full("2.3", 4).nodes if node.op == "repeat")
-    sizes = Counter(
-        str(v.type) for node in body.nodes if node.op == "all_reduce" for v in node.inputs
-    )
+    sums = (node for node in full("2.3", 4).repeats[0].body.nodes if node.op == "all_reduce")
+    sizes = Counter(str(v.type) for node in sums for v in node.inputs)
     assert sizes == {
         "bf16[B=4, tokens=1536, D=4096]": 4,
         "bf16[B=4, audio_tokens=126, audio_D=2048]": 4,
@@ -140,11 +125,9 @@ def test_transformer_refuses_sizes_that_do_not_divide(devices, message):
 
 def split_axes(graph: Graph, pattern: str) -> set[int | None]:
     """The split dimensions of the parameters whose names hold `pattern`, None for whole ones."""
-    layouts = {
-        name: layout for name, layout in graph.all_layouts().items() if re.search(pattern, name)
-    }
+    layouts = [layout for name, layout in graph.all_layouts().items() if re.search(pattern, name)]
     assert layouts, f"no parameter matches {pattern}"
-    return {layout.splits[0][0] if layout.splits else None for layout in layouts.values()}
+    return {layout.splits[0][0] if layout.splits else None for layout in layouts}
 
 
 @pytest.mark.parametrize("generation,devices", [("2.0", 4), ("2.3", 4), ("2.0", 3), ("2.0", 16)])
@@ -153,29 +136,25 @@ def test_encoder_keeps_whole_the_heads_that_do_not_divide(generation, devices):
     config = preset(f"ltx-{generation}").config
     graph = text_encoder.trace(config.gemma, config.text, 2, 1024, "bfloat16")
     local = Placement(PROFILES["hopper"], {"tensor": devices}).local(graph, "text-encoder")
-    connector_heads = config.text.video.num_heads
-    assert split_axes(local, r"self_attn\.(q|k|v)_proj") == ({0} if 8 % devices == 0 else {None})
-    assert split_axes(local, r"self_attn\.o_proj") == ({1} if 8 % devices == 0 else {None})
-    assert split_axes(local, r"mlp\.(gate|up)_proj") == {0}
-    assert split_axes(local, r"mlp\.down_proj") == {1}
-    assert split_axes(local, r"connector.*to_(q|k|v)\.weight") == (
-        {0} if connector_heads % devices == 0 else {None}
-    )
-    assert split_axes(local, r"connector.*net\.2\.weight") == {1}
+    for pattern, axis, heads in (
+        (r"self_attn\.(q|k|v)_proj", 0, 8),
+        (r"self_attn\.o_proj", 1, 8),
+        (r"mlp\.(gate|up)_proj", 0, devices),
+        (r"mlp\.down_proj", 1, devices),
+        (r"connector.*to_(q|k|v)\.weight", 0, config.text.video.num_heads),
+        (r"connector.*net\.2\.weight", 1, devices),
+    ):
+        assert split_axes(local, pattern) == ({None} if heads % devices else {axis})
 
 
 @pytest.mark.parametrize("name", ["guided-2.3", "text-2.0"])
 def test_a_placed_graph_can_be_unrolled(name):
     """Every layer's tensors keep their slices and their packing."""
     one = case(name)
-    network = "text-encoder" if name.startswith("text") else "transformer"
-    local = Placement(PROFILES["hopper"], {"tensor": 2}).local(one.graph, network)
+    local = one.on(2)
     flat = unroll(local)
-    assert flat.parameters() == local.parameters()
-    assert not any(node.op == "repeat" for node in flat.nodes)
-    expected, found = (interpret(graph, one.params, one.inputs) for graph in (local, flat))
-    for output in expected:
-        np.testing.assert_array_equal(found[output], expected[output])
+    assert flat.parameters() == local.parameters() and not flat.repeats
+    one.agrees(flat, 0, local)
 
 
 def test_one_device_leaves_the_graph_alone():
@@ -185,35 +164,32 @@ def test_one_device_leaves_the_graph_alone():
     assert place(graph, {}, {"tensor": 4}) is graph
 
 
-def test_output_that_stays_split_is_an_error():
-    graph = trace(
-        "net", lambda o: {"y": o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6})}, "float32"
-    )
-    with pytest.raises(GraphError, match=r"net: .*ff=3.* is split over ff where it must be whole"):
+def projected(op: str = "rename", **how) -> Graph:
+    """An op of a linear's result."""
+
+    def model(o):
+        return {"y": o.emit(op, o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6}), **how)}
+
+    return trace("net", model, "float32")
+
+
+@pytest.mark.parametrize(
+    "graph, message",
+    [
+        (projected(names={}), r"net: .*ff=3.* is split over ff where it must be whole"),
+        (projected("mean", over=("ff",)), r"mean .* of a value split over"),
+    ],
+)
+def test_a_split_axis_that_is_read_whole_is_an_error(graph, message):
+    with pytest.raises(GraphError, match=message):
         place(graph, HEADS_AND_FF, {"tensor": 2})
 
 
-def test_op_that_touches_a_split_axis_is_an_error():
-    def model(o):
-        h = o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6})
-        return {"y": o.mean(h, over=("ff",))}
-
-    with pytest.raises(GraphError, match=r"mean .* of a value split over"):
-        place(trace("net", model, "float32"), HEADS_AND_FF, {"tensor": 2})
-
-
 def test_a_sum_over_a_split_axis_is_added_up():
-    def model(o):
-        h = o.linear(o.input("x", tokens=3, D=4), "proj", {"ff": 6})
-        return {"y": o.sum(h, over=("ff",))}
-
-    graph = trace("net", model, "float32")
-    params = random_params(graph)
-    inputs = {"x": np.random.default_rng(0).standard_normal((3, 4), np.float32)}
+    graph = projected("sum", over=("ff",))
     placed = place(graph, HEADS_AND_FF, {"tensor": 2})
-    found, expected = (interpret(one, params, inputs)["y"] for one in (placed, graph))
-    assert reduces(placed) == {"float32": 1} and found.shape == (3,)
-    np.testing.assert_allclose(found, expected, rtol=CLOSE)
+    assert reduces(placed) == {"float32": 1}
+    Case.drawn(graph).agrees(placed, CLOSE)
 
 
 # --- broken on purpose ----------------------------------------------------------------------------
@@ -222,7 +198,7 @@ def test_a_sum_over_a_split_axis_is_added_up():
 def rewritten(graph, change) -> Graph:
     """`graph` with change(node, emit) in place of the results of nodes, unless None."""
     result = replace(graph, nodes=[], outputs={}, serial=count(10**6))
-    env: dict[int, Value] = {}
+    env = Replaced()
 
     def emit(op: str, *inputs: Value, **attrs) -> Value:
         types, plan = OPS[op].rule(*(v.type for v in inputs), **attrs)
@@ -233,18 +209,14 @@ def rewritten(graph, change) -> Graph:
         return result.nodes[-1].outputs[0]
 
     for node in graph.nodes:
-        node = replace(node, inputs=tuple(env.get(id(v), v) for v in node.inputs))
-        if node.op == "repeat":
-            plan = node.args["repeat"]
-            node = replace(node, args={"repeat": replace(plan, body=rewritten(plan.body, change))})
+        node = rewrite(env.node(node), lambda body: rewritten(body, change))
         found = change(node, emit)
         if found is None:
             result.nodes.append(node)
         else:
-            env |= {id(v): new for v, new in zip(node.outputs, found, strict=True)}
-    result.outputs = {name: env.get(id(v), v) for name, v in graph.outputs.items()}
-    verify(result)
-    return result
+            env |= zip(node.outputs, found, strict=True)
+    result.outputs = env.outputs(graph)
+    return verify(result)
 
 
 def error_of(graph: Graph, one) -> float:
@@ -253,8 +225,7 @@ def error_of(graph: Graph, one) -> float:
     return max(relative_l2(actual[key], expected[key]) for key in expected)
 
 
-@pytest.mark.parametrize("devices", DEVICES)
-def test_norm_over_local_heads_alone_is_wrong(devices):
+def test_norm_over_local_heads_alone_is_wrong(devices=3):
     """The classic bug: every device normalises by the statistics of its own heads."""
 
     def local(node, emit):

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 
 from ltx2rt.backend import get_backend
-from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ops import OPS
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.rotate import rotate
 from ltx2rt.testing import ArraySource, relative_l2
-from tests.conftest import assert_near
 from tests.placed_cases import case
 
 CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and fewer roundings
@@ -34,9 +32,8 @@ def test_values_are_the_same(monkeypatch, name, mesh):
     graph = one.placed(mesh)
     rotated = rotate(graph)
     assert rotated is not graph and rotated.parameters() == graph.parameters()
-    expected = interpret(graph, one.params, one.inputs)
-    for form, bound in ((rotated, 0.0), (fuse(rotated), CLOSE)):
-        assert_near(interpret(form, one.params, one.inputs), expected, bound)
+    one.agrees(rotated, 0.0, graph)
+    one.agrees(fuse(rotated), CLOSE, graph)
 
 
 @pytest.mark.parametrize("devices", [1, 2])
