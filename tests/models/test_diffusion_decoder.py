@@ -62,6 +62,19 @@ def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
     return model, params
 
 
+SMALL = (1, 16, 3, 3, 3), (1, 3, 17, 48, 48)  # latent and noise
+WIDE = (1, 16, 3, 3, 5), (1, 3, 17, 48, 80)
+
+
+def drawn(shapes) -> tuple[np.ndarray, np.ndarray]:
+    return normal(*shapes[0]), normal(*shapes[1], seed=8)
+
+
+@cache
+def exact(shapes) -> np.ndarray:
+    return expected(*drawn(shapes))
+
+
 def expected(latent, noise, dtype=torch.float32) -> np.ndarray:
     model, params = reference()
     model = model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
@@ -86,9 +99,8 @@ def decode(kind, latent, noise, border, dtype="float32") -> np.ndarray:
 
 @pytest.mark.parametrize("kind", [pytest.param("numpy", marks=pytest.mark.long), *KINDS[1:]])
 def test_decoder_is_diffusers(kind):
-    latent, noise = normal(1, 16, 3, 3, 5), normal(1, 3, 17, 48, 80, seed=8)
     # Summation order only: 3e-6 was reached.
-    assert relative_l2(decode(kind, latent, noise, "plain"), expected(latent, noise)) <= 1e-5
+    assert relative_l2(decode(kind, *drawn(SMALL), "plain"), exact(SMALL)) <= 1e-5
 
 
 def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:
@@ -120,8 +132,8 @@ def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkey
         x = x + torch.cat([slab[:, :, :, halo : halo + width] for slab in slabs], dim=3)
         return x + self.mlp(self.norm2(x) * (1 + rows[3]) + rows[4])
 
-    latent, noise = normal(1, 16, 3, 3, 5), normal(1, 3, 17, 48, 80, seed=8)
-    plain = expected(latent, noise)
+    latent, noise = drawn(WIDE)
+    plain = exact(WIDE)
     monkeypatch.setattr(block, "forward", forward)
     chunked = expected(latent, noise)
     assert relative_l2(decode(kind, latent, noise, "chunked"), chunked) <= 1e-5  # summation order
@@ -166,18 +178,15 @@ def test_released_sizes():
 
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
-    latent, noise = normal(1, 16, 3, 3, 3), normal(1, 3, 17, 48, 48, seed=8)
-    exact = expected(latent, noise)
-    theirs = expected(latent, noise, torch.bfloat16)
-    ours = decode(kind, latent, noise, "plain", "bfloat16")
-    assert relative_l2(ours, exact) <= 2 * relative_l2(theirs, exact)
+    theirs = expected(*drawn(SMALL), torch.bfloat16)
+    ours = decode(kind, *drawn(SMALL), "plain", "bfloat16")
+    assert relative_l2(ours, exact(SMALL)) <= 2 * relative_l2(theirs, exact(SMALL))
 
 
 def test_the_mlp_in_parts_is_the_mlp(monkeypatch):
-    latent, noise = normal(1, 16, 3, 3, 3), normal(1, 3, 17, 48, 48, seed=8)
-    whole = decode("cuda", latent, noise, "chunked")
+    whole = decode("cuda", *drawn(SMALL), "chunked")
     monkeypatch.setattr(diffusion_decoder, "MLP_TOKENS", 1000)
-    parts = decode("cuda", latent, noise, "chunked")
+    parts = decode("cuda", *drawn(SMALL), "chunked")
     assert relative_l2(parts, whole) <= 1e-6  # products of other shapes
 
 

@@ -2,6 +2,7 @@
 data."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -41,12 +42,10 @@ def ours(
     branches = branches or Branches.of(inputs["guidance"])
     feeds = {k: v for k, v in inputs.items() if not k.endswith("_positions")}
     feeds |= {f"{name}_latent": inputs[f"{name}_latent"][None] for name in NAMES}  # one video
-    if not branches.uncond:
-        feeds |= {f"{name}_context": inputs[f"{name}_context"][:1] for name in NAMES}
-    feeds |= {f"{name}_context": inputs[f"{name}_context"][:1] for name in frozen}
-    feeds |= transformer.position_feeds(
-        config, inputs["video_positions"], inputs["audio_positions"]
-    )
+    alone = frozen if branches.uncond else NAMES
+    feeds |= {f"{name}_context": inputs[f"{name}_context"][:1] for name in alone}
+    positions = (inputs[f"{name}_positions"] for name in NAMES)
+    feeds |= transformer.position_feeds(config, *positions)
     for name in NAMES:
         feeds |= guided_step.mask_feeds(name, inputs[f"{name}_mask"])
     structure = guided_step.StepShape(
@@ -79,9 +78,7 @@ def expected_step(config, inputs, rule: str = "B", frozen=()) -> dict[str, np.nd
     return {f"{n}_x0": x0s[n] for n in x0s} | {f"{n}_latent": latents[n] for n in x0s}
 
 
-def assert_close(actual, expected) -> None:
-    assert_near(actual, expected, CLOSE)
-
+assert_close = partial(assert_near, close=CLOSE)
 
 # JAX takes seconds to compile a step, and rules and scales are the graph's matter: it runs two of
 # the cases.
@@ -115,9 +112,11 @@ def test_branches_of_neutral_scales_are_left_out(scales):
     inputs = drawn(config)
     inputs["guidance"] = inputs["guidance"].copy()
     inputs["guidance"][:, :3] = scales
-    branches = Branches.of(inputs["guidance"])
-    assert branches == Branches(scales[0] != 1, scales[1] > 1, scales[2] != 1)
-    assert len(branches.names) == 1 + sum((scales[0] != 1, scales[1] > 1, scales[2] != 1))
+    branches, needed = (
+        Branches.of(inputs["guidance"]),
+        (scales[0] != 1, scales[1] > 1, scales[2] != 1),
+    )
+    assert branches == Branches(*needed) and len(branches.names) == 1 + sum(needed)
     assert_close(ours("cuda", config, inputs), expected_step(config, inputs))
 
 
@@ -143,7 +142,7 @@ def test_modality_with_neutral_stg_is_not_perturbed(kind):
     assert_close(ours(kind, config, inputs), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["numpy", "cuda"])
 def test_each_stream_is_perturbed_in_its_own_blocks(kind):
     config = config_of("2.3")
     inputs = drawn(config) | {"stg_blocks": ("video=0", "audio=1", "audio=2")}
@@ -159,17 +158,14 @@ def test_rescale_of_a_constant_prediction_is_finite(kind):
     """Zero velocity, constant latent: std 0 over the floor leaves 1 - rescale."""
     config = config_of("2.3", num_layers=1)
     inputs = drawn(config) | {"stg_blocks": BLOCKS[1:2]}
-    params = {
-        k: np.zeros_like(v) if "proj_out" in k else v for k, v in params_of(build(config)).items()
-    }
+    params = {k: v * ("proj_out" not in k) for k, v in params_of(build(config)).items()}
     for name in NAMES:
         inputs[f"{name}_latent"] = np.full_like(inputs[f"{name}_latent"], 0.5)
     actual = ours(kind, config, inputs, params=params)
     for row, name in enumerate(NAMES):
         mask = inputs[f"{name}_mask"][:, None]
-        x0 = 0.5 * (1 - GUIDANCE[row, guided_step.RESCALE]) * mask + inputs[f"{name}_clean"] * (
-            1 - mask
-        )
+        made = 0.5 * (1 - GUIDANCE[row, guided_step.RESCALE])
+        x0 = made * mask + inputs[f"{name}_clean"] * (1 - mask)
         np.testing.assert_allclose(actual[f"{name}_x0"], x0, rtol=1e-5, atol=1e-6)
 
 

@@ -2,6 +2,7 @@
 backends."""
 
 from copy import deepcopy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,27 +13,25 @@ from ltx2rt.graph import trace
 from ltx2rt.models import transformer
 from ltx2rt.models.modulation import adaln
 from ltx2rt.testing import relative_l2, run_graph
+from tests.conftest import assert_near
 from tests.reference import GENERATIONS, KINDS, NAMES, build, config_of, draw, ours, params_of
 from tests.reference import reference as diffusers
 
 CLOSE = 1e-5  # contract: 1e-4; float32 rounding over 3 blocks reaches 1e-6
 
 
-def assert_close(actual: dict, expected: dict, bound: float = CLOSE) -> None:
-    for name in NAMES:
-        distance = relative_l2(actual[f"{name}_velocity"], expected[f"{name}_velocity"])
-        assert distance <= bound, f"{name}: {distance}"
+assert_close = partial(assert_near, close=CLOSE)
 
 
 def all_kept(config, batch: int) -> dict[str, np.ndarray]:
-    names = ("video_self_keep", "audio_self_keep", "a2v_keep", "v2a_keep")
-    return {name: np.ones((config.num_layers, batch), np.float32) for name in names}
+    ones = np.ones((config.num_layers, batch), np.float32)
+    return {name: ones.copy() for name in transformer.keep_names(NAMES)}
 
 
 # A rule is a matter of the graph, not of its lowering: JAX, which takes seconds to compile, runs
-# three of the six.
+# two of the six.
 CASES = [(g, r, k) for g in GENERATIONS for r in "ABC" for k in KINDS[:2]]
-CASES += [("2.0", "B", "tpu"), ("2.3", "B", "tpu"), ("2.3", "C", "tpu")]
+CASES += [("2.0", "B", "tpu"), ("2.3", "C", "tpu")]
 
 
 @pytest.mark.parametrize("generation,rule,kind", CASES)
@@ -62,17 +61,16 @@ def test_rules_differ_per_token_and_agree_on_uniform_timesteps(generation):
     feeds = draw(config)
     a, b, c = (ours("cuda", config, feeds, rule)["video_velocity"] for rule in "ABC")
     assert min(relative_l2(a, b), relative_l2(b, c), relative_l2(a, c)) > 100 * CLOSE
+    sigma = feeds["video_sigma"]
     for name in NAMES:
-        feeds[f"{name}_sigma"] = feeds["video_sigma"]
-        feeds[f"{name}_timesteps"] = np.broadcast_to(
-            feeds["video_sigma"][:, None], feeds[f"{name}_timesteps"].shape
-        )
+        feeds[f"{name}_sigma"] = sigma
+        feeds[f"{name}_timesteps"] = 0 * feeds[f"{name}_timesteps"] + sigma[:, None]
     expected = diffusers(build(config), feeds, "B")
     for rule in "ABC":
         assert_close(ours("cuda", config, feeds, rule), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS[:2])
 def test_clip_of_twenty_seconds_reaches_beyond_the_position_range(kind):
     """61 latent frames at 24 fps: the last midpoint lies past 20 s."""
     config = config_of("2.3", num_layers=1)
@@ -123,15 +121,13 @@ def test_every_configured_variant_equals_diffusers(kind, changes):
 @pytest.mark.parametrize("generation", GENERATIONS)
 def test_graph_declares_exactly_the_checkpoint_of_diffusers(generation):
     config = config_of(generation)
-    graph = transformer.trace(
-        config, transformer.ForwardShape(1, 6, 3, 5, (1, 2, 3, 1, 3, 3)), "float32"
-    )
+    shape = transformer.ForwardShape(1, 6, 3, 5, (1, 2, 3, 1, 3, 3))
+    graph = transformer.trace(config, shape, "float32")
     expected = {name: array.shape for name, array in params_of(build(config)).items()}
     assert {name: spec.shape for name, spec in graph.parameters().items()} == expected
 
 
-@pytest.mark.parametrize("kind", ["cuda", "tpu"])
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation, kind", [("2.0", "cuda"), ("2.3", "cuda"), ("2.3", "tpu")])
 def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
     config = config_of(generation, head_dim=16, audio_head_dim=8)
     module, feeds = build(config), draw(config)

@@ -2,12 +2,14 @@
 repeat does not."""
 
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import pytest
 
 from ltx2rt.commands.graph import component_graph
 from ltx2rt.graph import trace
+from ltx2rt.graph.interpret import interpret
 from ltx2rt.models.samplers import PER_STEP
 from ltx2rt.passes.hoist import hoist
 from ltx2rt.passes.loop import looped, taken_apart
@@ -15,23 +17,23 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.testing import relative_l2
 from ltx2rt.weights.presets import preset
 from tests.conftest import assert_near
-from tests.placed_cases import case
+from tests.placed_cases import Case, case
 
 STATE = ("video_latent", "audio_latent")
 SIGMAS = np.array([[1, 0.8], [0.8, 0.5], [0.5, 0.2]], np.float32)
 CLOSE = 1e-5  # three float32 steps: matrix products in other batches
 
 
+@cache
 def step_by_step(one) -> dict[str, np.ndarray]:
     """The oracle: the state after the last step, and every step's x0."""
     state, found = {n: one.inputs[n] for n in STATE}, []
     for pair in SIGMAS:
-        found.append(
-            run_graph("numpy", one.graph, one.params, one.inputs | state | {"sigmas": pair})
-        )
+        now = one.inputs | state | {"sigmas": pair}
+        found.append(interpret(one.graph, one.params, now))
         state = {n: found[-1][n] for n in STATE}
     return state | {n: np.stack([f[n] for f in found]) for n in one.graph.outputs if n not in STATE}
 
@@ -50,7 +52,7 @@ def test_the_loop_equals_its_steps_hoisted_or_not(generation):
     one = case(f"guided-{generation}")
     expected = step_by_step(one)
     for graph in (all_steps(one), hoist(all_steps(one)), pack(hoist(all_steps(one)))):
-        actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": SIGMAS})
+        actual = interpret(graph, one.params, one.inputs | {"sigmas": SIGMAS})
         assert_near(actual, expected, CLOSE)
 
 
@@ -61,10 +63,9 @@ def test_the_loop_equals_its_steps_hoisted_or_not(generation):
 def test_the_placed_loop_equals_its_steps(mesh, generation):
     one = case(f"guided-{generation}")
     graph = Placement(PROFILES["cpu"], mesh).loop(one.graph, len(SIGMAS))
-    sigmas = np.concatenate(
-        [SIGMAS, np.repeat(SIGMAS[-1:], graph.inputs["sigmas"].type.shape[0] - len(SIGMAS), 0)]
-    )
-    actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": sigmas})
+    slots = graph.inputs["sigmas"].type.shape[0]
+    sigmas = np.pad(SIGMAS, ((0, slots - len(SIGMAS)), (0, 0)), mode="edge")
+    actual = interpret(graph, one.params, one.inputs | {"sigmas": sigmas})
     expected = step_by_step(one)
     for name in ("video_x0", "audio_x0"):  # the state goes on through the empty slots
         assert relative_l2(actual[name][: len(SIGMAS)], expected[name]) <= CLOSE, name
@@ -82,7 +83,7 @@ def test_rope_tables_and_modulation_rows_leave_the_loop():
 def test_a_prompt_that_no_timestep_modulates_is_projected_once():
     one = case("guided-2.0")
     graph = hoist(all_steps(one))
-    blocks = next(node.args["repeat"] for node in graph.nodes if node.op == "repeat").body
+    blocks = graph.repeats[0].body
     names = {v.name.split("transformer_blocks.*.")[1] for v in blocks.params.values()}
     parts = ("to_k.weight", "to_k.bias", "to_v.weight", "to_v.bias", "k_norm.weight")
     assert names == {f"{s}attn2.{part}" for s in ("", "audio_") for part in parts}
@@ -102,9 +103,8 @@ def test_a_prompts_keys_and_values_stay_where_they_are_too_large(more):
     assert in_loop(graph) == in_loop(hoist(all_steps(one), 10**12 if more == 0 else 0))
     parts = taken_apart(graph)
     assert bool(parts.before.repeats) == (more == 0) and in_loop(graph)["sinusoid"] == 0
-    actual = run_graph("numpy", graph, one.params, one.inputs | {"sigmas": SIGMAS})
-    for name, expected in step_by_step(one).items():
-        assert relative_l2(actual[name], expected) <= CLOSE, name
+    actual = interpret(graph, one.params, one.inputs | {"sigmas": SIGMAS})
+    assert_near(actual, step_by_step(one), CLOSE)
 
 
 @pytest.mark.parametrize("tokens,stays", [(2**18, 0), (2**18 - 1, 1)])
@@ -145,10 +145,7 @@ def test_rows_of_all_steps_are_one_product():
     moved = hoist(graph)
     (product,) = [node for node in moved.nodes if node.op == "linear"]
     assert product.outputs[0].type.axes == ("steps", "levels", "D")
-    params, rng = random_params(graph), np.random.default_rng(0)
-    inputs = {"x": rng.standard_normal(4, np.float32), "t": rng.random((3, 2), np.float32)}
-    actual, expected = (run_graph("numpy", g, params, inputs)["x"] for g in (moved, graph))
-    assert relative_l2(actual, expected) <= CLOSE
+    Case.drawn(graph).agrees(moved, CLOSE)
 
 
 def test_a_mask_of_padding_goes_with_what_leaves_the_loop():

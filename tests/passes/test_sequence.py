@@ -1,8 +1,6 @@
 """Tokens and guidance branches split between devices give the values of one, with the communication
 promised."""
 
-import json
-import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
@@ -11,16 +9,16 @@ from functools import cache
 import numpy as np
 import pytest
 
-from ltx2rt.graph.interpret import interpret
+from ltx2rt.backend import get_backend
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.placement.cost import traffic
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import random_params
+from ltx2rt.testing import ArraySource, relative_l2
 from ltx2rt.weights.presets import preset
-from tests.conftest import assert_near, refused
+from tests.conftest import refused
 from tests.placed_cases import MASKED, Case, attention_weights, case
-from tests.virtual import on_devices
+from tests.virtual import forked, on_devices
 
 CLOSE = 1e-5  # float32: another order of summation
 MESHES = (
@@ -44,8 +42,7 @@ def executed(graph):
 def agree(one, mesh, audio="replicated"):
     local = on(mesh, one.graph, audio)
     assert local.mesh == mesh
-    found = interpret(local, one.params, one.inputs)
-    assert_near(found, one.expected, CLOSE)
+    one.agrees(local, CLOSE)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -94,14 +91,9 @@ def uneven_masked() -> Case:
         feeds |= transformer.level_feeds(name, rng.choice([0.2, 0.5, 0.9], (2, count)))
     levels = (feeds[f"{name}_levels"].shape[1] for name in ("video", "audio"))
     counts = transformer.coordinate_counts(feeds)
-    graph = transformer.trace(
-        config, transformer.ForwardShape(2, tokens, 7, 5, counts, *levels, masked=True), "float32"
-    )
-    feeds = {
-        name: feeds.get(name, rng.random(v.type.shape, np.float32))
-        for name, v in graph.inputs.items()
-    }
-    return Case("transformer", graph, random_params(graph), feeds)
+    shape = transformer.ForwardShape(2, tokens, 7, 5, counts, *levels, masked=True)
+    feeds["video_attention_mask"] = rng.random((2, tokens, tokens), np.float32)
+    return Case.drawn(transformer.trace(config, shape, "float32"), feeds)
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
@@ -113,25 +105,14 @@ def test_a_mask_between_tokens_that_do_not_divide(mesh):
 def uneven_step(masked: bool) -> Case:
     rng = np.random.default_rng(5)
     config, tokens, feeds = uneven(rng)
-    feeds |= guided_step.mask_feeds(
-        "video", np.linspace(0, 1, tokens).round(1)
-    ) | guided_step.mask_feeds("audio", np.ones(7))
-    streams = ("video", tokens, 128, config.width), ("audio", 7, 128, config.audio_width)
-    for name, count, channels, width in streams:
-        feeds[f"{name}_latent"] = rng.standard_normal((1, count, channels))
-        feeds[f"{name}_clean"] = rng.standard_normal((count, channels))
-        feeds[f"{name}_context"] = rng.standard_normal((2, 5, width))
-    feeds |= {
-        "sigmas": np.array([0.8, 0.6]),
-        "guidance": np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]]),
-    }
-    if masked:
-        feeds["video_attention_mask"] = attention_weights(tokens)
+    feeds |= guided_step.mask_feeds("video", np.linspace(0, 1, tokens).round(1))
+    feeds |= guided_step.mask_feeds("audio", np.ones(7))
+    feeds |= {"sigmas": np.array([0.8, 0.6]), "video_attention_mask": attention_weights(tokens)}
+    feeds["guidance"] = np.array([[3, 1, 3, 0.7], [7, 1, 3, 0.7]])
     branches, counts = guided_step.Branches(True, True, True), transformer.coordinate_counts(feeds)
     sizes = branches, tokens, 7, 5, counts, len(feeds["video_levels"])
     structure = guided_step.StepShape(*sizes, masked=masked, stg_blocks=(1,))
-    graph = guided_step.trace(config, structure, "float32")
-    return Case("transformer", graph, random_params(graph), feeds)
+    return Case.drawn(guided_step.trace(config, structure, "float32"), feeds)
 
 
 @pytest.mark.parametrize(
@@ -177,10 +158,9 @@ def test_branches_meet_only_at_the_output_projections(mesh):
     assert bool(found["all_reduce"]) == ("tensor" in mesh)
     gathered = [node.inputs[0].type for node in local.nodes if node.op == "all_gather"]
     assert {t.axes[-1] for t in gathered} == {"C"}
-    (body,) = (node.args["repeat"].body for node in local.nodes if node.op == "repeat")
-    assert {v.type.size("B") for v in body.inputs.values() if "B" in v.type.axes} == {
-        4 // mesh["guidance"]
-    }
+    body = local.repeats[0].body
+    sizes = {v.type.size("B") for v in body.inputs.values() if "B" in v.type.axes}
+    assert sizes == {4 // mesh["guidance"]}
 
 
 @pytest.mark.parametrize("mesh", ({"guidance": 3}, {"guidance": 8}), ids=str)
@@ -192,15 +172,12 @@ def test_branches_that_do_not_divide_are_refused(mesh):
 
 def test_branches_of_the_text_encoder_stay_together():
     """Its batch is the prompts, which the axis `guidance` does not split."""
-    graph = case("text-2.3").graph
-    assert not Placement(PROFILES["trillium"], {"guidance": 2}).local(graph, "text-encoder").mesh
-    local = Placement(PROFILES["trillium"], {"guidance": 2, "tensor": 2}).local(
-        graph, "text-encoder"
-    )
+    one = case("text-2.3")
+    assert not one.placed({"guidance": 2}, "trillium").mesh
+    local = one.placed({"guidance": 2, "tensor": 2}, "trillium")
     assert local.mesh == {"guidance": 2, "tensor": 2}
-    assert {node.attrs["mesh_axis"] for node, _ in local.walk() if "mesh_axis" in node.attrs} == {
-        "tensor"
-    }
+    attrs = (node.attrs for node, _ in local.walk())
+    assert {each["mesh_axis"] for each in attrs if "mesh_axis" in each} == {"tensor"}
 
 
 def test_heads_that_do_not_divide_are_refused():
@@ -208,83 +185,50 @@ def test_heads_that_do_not_divide_are_refused():
         on({"sequence": 5}, case("guided-2.3").graph)
 
 
-JAX = """
-import json, sys
-sys.path[:0] = json.loads(sys.argv[1])
-from tests.placed_cases import MASKED, case
-from ltx2rt.backend import get_backend
-from ltx2rt.graph.interpret import interpret
-from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import ArraySource, relative_l2
-one = case(MASKED)
-expected = one.expected
-backend = get_backend("tpu", "cpu", {"guidance": 2, "tensor": 3})
-for meshes in ([{"guidance": 2, "tensor": 3}, {"sequence": 2, "tensor": 3}], [{"fsdp": 2, "tensor": 3}]):
-    graphs = [Placement(PROFILES["trillium"], mesh).local(one.graph, "transformer") for mesh in meshes]
-    weights = backend.load(graphs[:1], ArraySource(one.params))
-    for graph in graphs:
-        program = backend.lower(graph)
-        found = program(weights, one.inputs)
-        print(max(relative_l2(backend.to_host(found[name]), expected[name]) for name in expected))
-        for name, array in program._weights(weights).items():
-            value, count = graph.all_params()[name]
-            assert array.addressable_shards[0].data.nbytes == value.type.nbytes * count, name
-            for here, there in zip(array.addressable_shards, weights[name].addressable_shards, strict=True):
-                assert here.data.unsafe_buffer_pointer() == there.data.unsafe_buffer_pointer(), name
-"""
-
-
 @pytest.mark.slow
-def test_jax_runs_it_under_shard_map():
-    """On six virtual CPU devices, which must be asked for before jax starts: a process of its own.
+@pytest.mark.parametrize("kind, devices", [("jax", 6), ("torch", 1)])
+def test_devices_of_several_axes_run_it(kind, devices):
+    """In a process of its own: JAX is asked for devices before it starts, ranks are forked.
 
-    The second mesh, as of a stage with one branch, runs on the weights of the first without a copy;
-    the third cuts weights both ways.
+    On JAX the second mesh, as of a stage with one branch, runs on the weights of the first without a
+    copy; the third cuts weights both ways.
     """
-    ran = on_devices(6, "-c", JAX, json.dumps(sys.path))
-    distances = [float(line) for line in ran.split()]
-    assert len(distances) == 3 and np.all(np.array(distances) <= CLOSE)
+    distances = [float(line) for line in on_devices(devices, __file__, kind).split()]
+    assert len(distances) == 3 and max(distances) <= CLOSE
 
 
-TORCH = """
-import json, os, sys
-sys.path[:0] = json.loads(sys.argv[1])
-import torch
-torch.set_num_threads(1)
-from tests.placed_cases import case
-from ltx2rt.backend import get_backend
-from ltx2rt.graph.interpret import interpret
-from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import ArraySource, relative_l2
-backend = get_backend("cuda", "cpu", {"guidance": 2, "tensor": 2})
-meshes = (backend.mesh, {"sequence": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2})
-for name, mesh in zip(("masked-2.3", "forward-2.3", "guided-2.0"), meshes):
-    one = case(name)
-    graph = Placement(PROFILES["hopper"], mesh).local(one.graph, "transformer")
-    found = backend.lower(graph)(backend.load([graph], ArraySource(one.params)), one.inputs)
-    expected = one.expected
-    if backend.is_main:
-        print(max(relative_l2(backend.to_host(found[key]), expected[key]) for key in expected))
-"""
+def report(backend, one, found) -> None:
+    print(max(relative_l2(backend.to_host(found[key]), x) for key, x in one.expected.items()))
 
 
-@pytest.mark.slow
-def test_torch_runs_it_on_process_groups():
-    """Four gloo ranks: two mesh axes with their groups, and a second mesh."""
-    import socket
+def check_jax() -> None:
+    one = case(MASKED)
+    backend = get_backend("tpu", "cpu", {"guidance": 2, "tensor": 3})
+    meshes = (backend.mesh, {"sequence": 2, "tensor": 3}), ({"fsdp": 2, "tensor": 3},)
+    for graphs in ([one.placed(mesh, "trillium") for mesh in some] for some in meshes):
+        weights = backend.load(graphs[:1], ArraySource(one.params))
+        for graph in graphs:
+            program = backend.lower(graph)
+            report(backend, one, program(weights, one.inputs))
+            for name, array in program._weights(weights).items():
+                value, count = graph.all_params()[name]
+                here, there = (x.addressable_shards for x in (array, weights[name]))
+                assert here[0].data.nbytes == value.type.nbytes * count, name
+                for a, b in zip(here, there, strict=True):
+                    assert a.data.unsafe_buffer_pointer() == b.data.unsafe_buffer_pointer(), name
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-    words, ranks = [sys.executable, "-c", TORCH, json.dumps(sys.path)], []
-    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    for rank in map(str, range(4)):
-        own = env | {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4"}
-        ranks.append(subprocess.Popen(words, env=own, **how))
-    outputs = [rank.communicate(timeout=300) for rank in ranks]
-    assert all(rank.returncode == 0 for rank in ranks), outputs
-    distances = [float(line) for line in outputs[0][0].split()]
-    assert len(distances) == 3 and np.all(np.array(distances) <= CLOSE)
+
+def check_rank(rank: int) -> None:
+    """Two mesh axes with their groups, and a second mesh."""
+    backend = get_backend("cuda", "cpu", {"guidance": 2, "tensor": 2})
+    meshes = (backend.mesh, {"sequence": 2, "tensor": 2}, {"fsdp": 2, "tensor": 2})
+    for name, mesh in zip(("masked-2.3", "forward-2.3", "guided-2.0"), meshes, strict=True):
+        one = case(name)
+        graph = one.placed(mesh)
+        found = backend.lower(graph)(backend.load([graph], ArraySource(one.params)), one.inputs)
+        if backend.is_main:
+            report(backend, one, found)
+
+
+if __name__ == "__main__":
+    check_jax() if sys.argv[1] == "jax" else forked(4, check_rank)

@@ -23,13 +23,14 @@ from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.cost import flops, traffic
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights.presets import preset
 from tests.conftest import assert_near, assert_same
 from tests.placed_cases import (
     AUDIO_TOKENS,
     TEXT,
     TOKENS,
+    Case,
     attention_weights,
     positions,
     transformer_config,
@@ -43,49 +44,28 @@ COMBINATIONS = [Branches(*flags) for flags in product((False, True), repeat=3) i
 
 
 @cache
-def step(
-    branches=ALL,
-    blocks=(2,),
-    generation="2.3",
-    layers=LAYERS,
-    videos=1,
-    levels=(1, 1),
-    masked=False,
-    **more,
-):
+def step(branches=ALL, blocks=(2,), generation="2.3", levels=(1, 1), **more):
     """A step's unshared graph, parameters and inputs. levels: of both streams' timesteps."""
-    config = replace(transformer_config(generation), num_layers=layers)
-    rng = np.random.default_rng(7)
+    config = replace(transformer_config(generation), num_layers=LAYERS)
     feeds = transformer.position_feeds(config, *positions())
     shape = StepShape(
-        branches, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), *levels, videos=videos,
-        masked=masked, stg_blocks=blocks if branches.perturbed else (), **more,
+        branches, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds), *levels,
+        stg_blocks=blocks if branches.perturbed else (), **more,
     )  # fmt: skip
     graph = guided_step.trace(config, shape, "float32")
-    feeds |= {
-        "sigmas": np.array([0.8, 0.6], np.float32),
-        "guidance": GUIDANCE,
-        "video_attention_mask": attention_weights(TOKENS),
-    }
-    for name, count, num_levels in zip(
-        ("video", "audio"), (TOKENS, AUDIO_TOKENS), levels, strict=True
-    ):
-        feeds |= guided_step.mask_feeds(
-            name, np.linspace(1, 0.3, num_levels)[np.arange(count) % num_levels]
-        )
-    feeds |= {
-        n: rng.standard_normal(v.type.shape, np.float32)
-        for n, v in graph.inputs.items()
-        if n not in feeds
-    }
-    return graph, random_params(graph), {name: feeds[name] for name in graph.inputs}
+    feeds |= {"sigmas": np.array([0.8, 0.6], np.float32), "guidance": GUIDANCE}
+    feeds["video_attention_mask"] = attention_weights(TOKENS)
+    for name, count, n in zip(("video", "audio"), (TOKENS, AUDIO_TOKENS), levels, strict=True):
+        mask = np.linspace(1, 0.3, n)[np.arange(count) % n]
+        feeds |= guided_step.mask_feeds(name, mask)
+    found = Case.drawn(graph, feeds)
+    return graph, found.params, found.inputs
 
 
 def stored(graph):
     """What a device holds: stages of other branches share it."""
-    return {
-        name: (v.type, count) for name, (v, count) in graph.all_params().items()
-    }, graph.all_layouts()
+    params = {name: (v.type, count) for name, (v, count) in graph.all_params().items()}
+    return params, graph.all_layouts()
 
 
 def agree(graph, shared, params, inputs, kind="numpy"):
@@ -97,9 +77,8 @@ def agree(graph, shared, params, inputs, kind="numpy"):
 
 def stacks(graph):
     """(first, count) of each repeat, and how many entries enter it."""
-    return [
-        (r.first, r.count, next(iter(r.body.inputs.values())).type.size("B")) for r in graph.repeats
-    ]
+    entries = (next(iter(r.body.inputs.values())).type.size("B") for r in graph.repeats)
+    return [(r.first, r.count, n) for r, n in zip(graph.repeats, entries, strict=True)]
 
 
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
@@ -164,9 +143,8 @@ def test_written_out_it_is_the_same():
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_a_placed_step_communicates_no_more(mesh, generation):
     graph, params, inputs = step(generation=generation, levels=(3, 2))
-    placed = place(
-        graph, Placement(PROFILES["trillium"], mesh).rules("transformer", weights=False), mesh
-    )
+    on = Placement(PROFILES["trillium"], mesh)
+    placed = place(graph, on.rules("transformer", weights=False), mesh)
     shared = share(placed)
     before, after = traffic(placed), traffic(shared)
     assert before.keys() == after.keys()
@@ -176,7 +154,7 @@ def test_a_placed_step_communicates_no_more(mesh, generation):
     less = sum(t.bytes for t in after.values()) < sum(t.bytes for t in before.values())
     assert less or "fsdp" in mesh
     agree(placed, shared, params, inputs)
-    local = Placement(PROFILES["trillium"], mesh).local(graph, "transformer")
+    local = on.local(graph, "transformer")
     expected = interpret(graph, params, inputs)
     assert_near(interpret(local, params, inputs), expected, 1e-5)  # the tolerance of placed graphs
 

@@ -5,21 +5,21 @@ import weakref
 from collections import Counter
 from dataclasses import replace
 
-import ltx2rt_cuda.ops.stored
-import ltx2rt_tpu.ops.stored
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from ltx2rt_cuda.ops import stored as torch_stored
 from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_cuda.program import to_torch
+from ltx2rt_tpu.ops import stored as jax_stored
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import encodings
 from ltx2rt.graph.encodings import ENCODINGS, KEPT, QUANTISED, decoded, encoded, passing_bytes
-from ltx2rt.graph.interpret import NUMPY_DTYPES
+from ltx2rt.graph.interpret import NUMPY_DTYPES, interpret
 from ltx2rt.graph.ir import Graph, rewrite
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.pack import pack
@@ -29,6 +29,7 @@ from ltx2rt.passes.unpack import unpack
 from ltx2rt.placement.cost import activation_bytes, weight_bytes
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, run_graph
+from tests.conftest import assert_same
 from tests.gguf_files import random_blocks
 from tests.stack_cases import LAYERS, MESH, inputs, ops, params, stack
 from tests.virtual import on_devices
@@ -36,10 +37,10 @@ from tests.virtual import on_devices
 BF16, E4M3 = ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn
 
 
-def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
-        assert np.array_equal(found[key], value), key
+def spread_rows() -> np.ndarray:
+    """Rows of very different scales."""
+    scales = np.float32(10) ** np.arange(-32, 32)[:, None]
+    return np.random.default_rng(0).standard_normal((64, 96), np.float32) * scales
 
 
 # --- definitions ----------------------------------------------------------------------------------
@@ -47,8 +48,7 @@ def same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
 
 @pytest.mark.parametrize("encoding", QUANTISED)
 def test_a_row_errs_by_no_more_than_half_a_step_of_its_largest_number(encoding):
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((64, 96), np.float32) * np.float32(10) ** np.arange(-32, 32)[:, None]
+    x = spread_rows()
     x[3] = 0
     found = decoded(encoding, encoded(encoding, x))
     # int8 has 127 steps below the largest number, e4m3 an error of 2^-4 of each number.
@@ -59,11 +59,10 @@ def test_a_row_errs_by_no_more_than_half_a_step_of_its_largest_number(encoding):
 
 @pytest.mark.parametrize("encoding", QUANTISED)
 def test_backends_encode_and_decode_to_the_same_bits(encoding):
-    rng = np.random.default_rng(0)
-    x = rng.standard_normal((64, 96), np.float32) * np.float32(10) ** np.arange(-32, 32)[:, None]
+    x = spread_rows()
     expected = encoded(encoding, x)
-    in_torch = ltx2rt_cuda.ops.stored.encode(encoding, torch.from_numpy(x))
-    in_jax = ltx2rt_tpu.ops.stored.encode(encoding, x)
+    in_torch = torch_stored.encode(encoding, torch.from_numpy(x))
+    in_jax = jax_stored.encode(encoding, x)
     for array, by_torch, by_jax in zip(expected, in_torch, in_jax, strict=True):
         assert by_torch.untyped_storage().tolist() == list(array.tobytes())
         assert np.asarray(by_jax).tobytes() == array.tobytes()
@@ -104,13 +103,13 @@ def test_matrices_are_decoded_some_rows_at_a_time(kind, monkeypatch):
         arrays[0][:8, :288] = random_blocks("Q4_K", rng, (8, 512))
         arrays += [np.repeat(np.uint8([0, 1]), (8, 16))[:, None]] * (len(types) - 1)
     expected = decoded(kind, arrays)
-    for module, size in ((ltx2rt_cuda.ops.stored, 2000), (ltx2rt_tpu.ops.stored, 2000)):
-        monkeypatch.setattr(module, "DECODED", size)
+    for module in (torch_stored, jax_stored):
+        monkeypatch.setattr(module, "DECODED", 2000)
     check_decoders(kind, [to_torch(x) for x in arrays], arrays, expected)
     if len(types) > 1:
         for rows, name in ((slice(0, 8), "Q4_K"), (slice(8, 24), "Q6_K")):
             size = ENCODINGS[name].fields[0].columns(512)
-            same({"": expected[rows]}, {"": decoded(name, (arrays[0][rows, :size],))})
+            assert_same({"": expected[rows]}, {"": decoded(name, (arrays[0][rows, :size],))})
 
 
 class Living(TorchDispatchMode):
@@ -139,7 +138,7 @@ class Living(TorchDispatchMode):
     ),
 )  # fmt: skip
 def test_plain_ops_take_what_is_planned_for_them_in_passing(encoding, monkeypatch):
-    for module in (encodings, ltx2rt_cuda.ops.stored):
+    for module in (encodings, torch_stored):
         monkeypatch.setattr(module, "DECODED", 2**16)
     rows, n = 128, 1024
     fields = [
@@ -147,7 +146,7 @@ def test_plain_ops_take_what_is_planned_for_them_in_passing(encoding, monkeypatc
         for field in ENCODINGS[encoding].fields
     ]
     with Living() as living:
-        matrix = ltx2rt_cuda.ops.stored.unpack(*fields, encoding=encoding, dtype="bfloat16")
+        matrix = torch_stored.unpack(*fields, encoding=encoding, dtype="bfloat16")
     beside = living.most - matrix.nbytes - sum(x.nbytes for x in fields)
     assert 0.6 < beside / passing_bytes(encoding, rows * n) <= 1
 
@@ -157,8 +156,8 @@ def check_decoders(encoding, in_torch, in_jax, expected) -> None:
         rounded = expected if dtype == "float32" else expected.astype(BF16).astype(np.float32)
         plan = {"encoding": encoding, "dtype": dtype}
         for found in (
-            ltx2rt_cuda.ops.stored.unpack(*in_torch, **plan).float().numpy(),
-            np.asarray(ltx2rt_tpu.ops.stored.unpack(*in_jax, **plan)).astype(np.float32),
+            torch_stored.unpack(*in_torch, **plan).float().numpy(),
+            np.asarray(jax_stored.unpack(*in_jax, **plan)).astype(np.float32),
         ):
             assert np.array_equal(found, rounded)
 
@@ -191,17 +190,18 @@ def test_kept_is_decoded_at_load_bit_for_bit(kind, dtype):
     assert ops(kept)["unpack"] == 3 * (LAYERS - 2)  # up and to_q are one product
     for layers in ("scan",) if kind == "numpy" else ("scan", "unrolled"):
         found = run_graph(kind, kept, params(), inputs(), layers)
-        same(found, run_graph(kind, unmarked(marked), decoded_params("int8"), inputs(), layers))
+        assert_same(
+            found, run_graph(kind, unmarked(marked), decoded_params("int8"), inputs(), layers)
+        )
 
 
 def test_kept_weights_leave_fusing_as_it_is():
     kept, whole = unpack(quantise(stack(), "int8")), stack()
     more = Counter({op: n for op, n in ops(fuse(kept)).items() if op in ops(fuse(whole))})
     assert more["linear_gelu"] == ops(fuse(whole))["linear_gelu"] > 0
-    same(
-        run_graph("cuda", fuse(kept), params(), inputs()),
-        run_graph("cuda", fuse(unmarked(quantise(stack(), "int8"))), decoded_params("int8"), inputs()),
-    )  # fmt: skip
+    found = run_graph("cuda", fuse(kept), params(), inputs())
+    plain = fuse(unmarked(quantise(stack(), "int8")))
+    assert_same(found, run_graph("cuda", plain, decoded_params("int8"), inputs()))
 
 
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
@@ -235,10 +235,7 @@ def sliced_params() -> dict[str, np.ndarray]:
 
 def test_slices_of_two_devices_are_kept():
     kept, plain = split()
-    same(
-        run_graph("numpy", kept, params(), inputs()),
-        run_graph("numpy", plain, sliced_params(), inputs()),
-    )
+    assert_same(interpret(kept, params(), inputs()), interpret(plain, sliced_params(), inputs()))
 
 
 @pytest.mark.long
@@ -253,7 +250,7 @@ def check_jax_devices() -> None:
         weights = backend.load([graph], ArraySource(arrays))
         made = backend.lower(graph)(weights, inputs())
         found.append({key: backend.to_host(x) for key, x in made.items()})
-    same(*found)
+    assert_same(*found)
     print("equal")
 
 

@@ -53,9 +53,8 @@ def test_videos_branches_and_weights_are_split_at_once():
     steps = {"sigmas": np.linspace(1, 0.5, 2 * count, dtype=np.float32).reshape(count, 2)}
     names = ("video_latent", "audio_latent")
     latents = {name: np.concatenate([one.inputs[name], -one.inputs[name]]) for name in names}
-    whole = Placement(PROFILES["trillium"], {"data": 2, "guidance": 2, "fsdp": 2}).loop(
-        one.graph, count
-    )
+    mesh = {"data": 2, "guidance": 2, "fsdp": 2}
+    whole = Placement(PROFILES["trillium"], mesh).loop(one.graph, count)
     found = interpret(whole, one.params, {**one.inputs, **steps, **latents})
     alone = Placement(PROFILES["single"], {}).loop(one.graph, count)
     for video in range(2):

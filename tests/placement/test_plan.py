@@ -21,9 +21,8 @@ from ltx2rt.session.options import ModelOptions
 @cache
 def plan(preset="tiny-2.3", devices=2, kind="h100-80gb", **settings):
     """Unless it says how, as the kind's profile means the devices to be."""
-    options = {
-        key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__
-    }
+    known = settings.keys() & ModelOptions.__dataclass_fields__.keys()
+    options = {key: settings.pop(key) for key in known}
     if devices > 1 and kind in device_kinds() and not options.keys() & {"mesh", "profile"}:
         options["profile"] = device_kind(kind).profile
     request = pipeline(settings.pop("pipeline", "two-stage"))("a plan", seed=0, **settings)
@@ -40,6 +39,10 @@ def call(found: Estimate, network: str) -> Call:
 
 def graph(found: Estimate, network: str):
     return found.session.graph(call(found, network))
+
+
+def alone(graph) -> StageCost:
+    return cost(Work("s", ((graph, 1),), {}))
 
 
 def stages(found) -> dict[str, StageCost]:
@@ -74,9 +77,7 @@ def test_what_left_the_loop_costs_memory_and_no_step():
     heads = (4096 + 2048) // 4
     # Layers x branches, k and v, tokens, heads, bfloat16.
     kept = (28 * 3 + 20 * 4) * 2 * 1024 * heads * 2
-    whole = cost(
-        Work("step", ((found.session.as_run(graph(found, "guided-step"), steps=True), 1),), {})
-    )
+    whole = alone(found.session.as_run(graph(found, "guided-step"), steps=True))
     more = stage1.activation_bytes - whole.activation_bytes
     assert 0.85 * kept < more < 1.05 * kept  # one layer's leave the step
     products = 48 * 2 * 2 * 2 * 1024 * (4096 * 4096 + 2048 * 2048) // 4
@@ -87,9 +88,8 @@ def test_every_stage_has_its_own_mesh():
     """Stage 1 gathers four branches; stage 2 has one, and trades tokens for heads."""
     found = plan.__wrapped__(devices=2, mesh={"guidance": 2})
     costs = stages(found)
-    assert [
-        note.split(":")[0] for note in found.notes if "guidance=2 puts its 4 branches" in note
-    ] == ["stage1"]
+    notes = [note for note in found.notes if "guidance=2 puts its 4 branches" in note]
+    assert [note.split(":")[0] for note in notes] == ["stage1"]
     assert set(costs["text"].collectives) == {"all_reduce"}
     assert {name: t.count for name, t in costs["stage1"].collectives.items()} == {"all_gather": 2}
     assert "all_to_all" in costs["stage2"].collectives
@@ -161,28 +161,23 @@ def test_time_is_work_or_weights_and_then_what_is_exchanged():
     n = 64
 
     def model(o):
-        (y,) = o.all_reduce(
-            o.linear(o.input("x", tokens=n, D=n), "w", {"D": n}, bias=False), mesh_axis="tensor"
-        )
-        return {"y": y}
+        y = o.linear(o.input("x", tokens=n, D=n), "w", {"D": n}, bias=False)
+        return {"y": o.all_reduce(y, mesh_axis="tensor")[0]}
 
     placed = trace("net", model, "float32")
     placed.mesh = {"tensor": 2}
-    step = cost(Work("s", ((placed, 1),), {}))
-    figures = dict(
-        flops_per_s=2 * n**3, memory_bytes_per_s=3 * 4 * n * n, link_bytes_per_s=4 * n * n / 2
-    )
+    step, size = alone(placed), 4 * n * n
+    figures = dict(flops_per_s=2 * n**3, memory_bytes_per_s=3 * size, link_bytes_per_s=size / 2)
     kind = replace(device_kind("h100-80gb"), collective_s=0.5, **figures)
     assert step.time_s(kind) == pytest.approx(1 + 2.5)
     assert step.exchange_s(kind) == pytest.approx(2.5)
-    slow = replace(kind, memory_bytes_per_s=4 * n * n / 5)  # five seconds for the weights
+    slow = replace(kind, memory_bytes_per_s=size / 5)  # five seconds for the weights
     assert step.time_s(slow) == pytest.approx(5 + 2.5)
     streamed = replace(step, streamed_bytes=int(10 * slow.host_bytes_per_s))
     assert streamed.time_s(slow) == pytest.approx(10)
     assert streamed.waits_s(slow) == pytest.approx(2.5)
-    pair, line = (
-        device_kind("v6e").exchange_s("all_to_all", devices, 1000, int(90e9)) for devices in (2, 4)
-    )
+    tpu = device_kind("v6e")
+    pair, line = (tpu.exchange_s("all_to_all", devices, 1000, int(90e9)) for devices in (2, 4))
     assert pair == pytest.approx(1.002) and line == pytest.approx(4 / 3 + 0.002)
 
 
@@ -200,10 +195,8 @@ def test_a_stage_adds_up_its_graphs_and_keeps_the_largest_activations():
     work = Work("s", tuple((g, 3) for g in graphs), {"a": 10, "b": 5}, 2)
     found = cost(work)
     assert found.weights_bytes == 15 and found.steps == 2
-    assert found.flops == 3 * sum(cost(Work("s", ((g, 1),), {})).flops for g in graphs)
-    assert found.activation_bytes == max(
-        cost(Work("s", ((g, 1),), {})).activation_bytes for g in graphs
-    )
+    assert found.flops == 3 * sum(alone(g).flops for g in graphs)
+    assert found.activation_bytes == max(alone(g).activation_bytes for g in graphs)
 
 
 def test_a_packed_weight_is_touched_by_any_of_its_parts():
@@ -254,10 +247,8 @@ def test_what_no_machine_can_do_is_refused_by_name(settings, words):
 
 def test_figures_are_positive():
     for name in device_kinds():
-        kind = device_kind(name)
-        rates = [
-            kind.memory_bytes, kind.flops_per_s, kind.memory_bytes_per_s, kind.link_bytes_per_s,
-        ]  # fmt: skip
+        k = device_kind(name)
+        rates = k.memory_bytes, k.flops_per_s, k.memory_bytes_per_s, k.link_bytes_per_s
         assert min(rates) > 1e9
 
 
@@ -296,33 +287,33 @@ def test_an_all_reduce_travels_until_something_reads_it(block, count, waits_s):
     placed.mesh = placed.repeats[0].body.mesh = {"tensor": 2}
     rates = {"flops_per_s": 2 * 8**3, "link_bytes_per_s": 4 * 8**2 / 1.5}
     kind = replace(device_kind("h100-80gb"), **rates)
-    found = cost(Work("s", ((placed, 1),), {}))
+    found = alone(placed)
     # 10 us of each are the link's.
     assert found.exchange_s(kind) == pytest.approx(waits_s, abs=1e-3)
     on_tpu = replace(kind, backend="tpu")  # whose compiler orders by itself
     assert found.exchange_s(on_tpu) == pytest.approx(1.5 * block.count("r") * count, abs=1e-3)
 
 
+def beside(recorded: int, *rows) -> list[int]:
+    """rows: name, activation and prepared bytes, whether it loops."""
+    nothing = {"weights_bytes": 0, "read_bytes": 0, "flops": 0, "exchanged": {}}
+    costs = [
+        StageCost(name, 1, activation_bytes=size, prepared_bytes=prepared, loops=loops, **nothing)
+        for name, size, prepared, loops in rows
+    ]
+    return [c.activation_bytes for c in beside_recorded(costs, recorded)]
+
+
 @pytest.mark.parametrize(
     "recorded,expected", [(0, [5, 3, 4, 10, 11]), (6, [5, 3, 1, 7, 5]), (10, [5, 3, 1, 7, 4])]
 )
 def test_a_loop_runs_beside_recorded_steps_and_keeps_what_it_takes_more(recorded, expected):
-    stages = [
-        StageCost(name, 1, weights_bytes=0, activation_bytes=size, read_bytes=0, flops=0, exchanged={}, loops=loops)
-        for name, size, loops in (
-            ("text", 5, False), ("stage1", 3, True), ("upsample", 1, False), ("stage2", 7, True), ("decode", 4, False),
-        )
-    ]  # fmt: skip
-    assert [c.activation_bytes for c in beside_recorded(stages, recorded)] == expected
+    loops = ("stage1", 3, 0, True), ("upsample", 1, 0, False), ("stage2", 7, 0, True)
+    found = beside(recorded, ("text", 5, 0, False), *loops, ("decode", 4, 0, False))
+    assert found == expected
 
 
 def test_recorded_loops_keep_what_each_has_prepared_and_share_the_rest():
-    stages = [
-        StageCost(
-            name, 1, weights_bytes=0, activation_bytes=size, read_bytes=0, flops=0, exchanged={},
-            prepared_bytes=prepared, loops=prepared > 0,
-        )
-        for name, size, prepared in (("stage1", 30, 10), ("stage2", 50, 12), ("decode", 7, 0))
-    ]  # fmt: skip
-    found = [c.activation_bytes for c in beside_recorded(stages, 0)]
+    loops = ("stage1", 30, 10, True), ("stage2", 50, 12, True)
+    found = beside(0, *loops, ("decode", 7, 0, False))
     assert found == [30, 10 + 20 + 50, 10 + 12 + 38 + 7]

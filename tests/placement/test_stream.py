@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -31,10 +30,8 @@ from ltx2rt.session.session import Session
 from ltx2rt.session.weights import Residence
 from ltx2rt.weights.files import TensorFile
 
-SIZE = {
-    "width": 128, "height": 64, "num_frames": 17, "fps": 48, "steps": 2, "seed": 7, "image_crf": 0,
-}  # fmt: skip
-DISTILLED = {name: value for name, value in SIZE.items() if name != "steps"}
+DISTILLED = {"width": 128, "height": 64, "num_frames": 17, "fps": 48, "seed": 7, "image_crf": 0}
+SIZE = DISTILLED | {"steps": 2}
 
 SLOW = pytest.mark.slow
 
@@ -43,6 +40,10 @@ SLOW = pytest.mark.slow
 def small_matrices_move(monkeypatch):
     """Those of the tiny models, whose tables have fewer than 8 KiB."""
     monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
+
+
+def opened(model, **options):
+    return ltx2rt.open(model, **{"backend": "cuda", "device": "cpu"} | options)
 
 
 def forced(monkeypatch, residence, **options):
@@ -54,7 +55,7 @@ def forced(monkeypatch, residence, **options):
 
 
 def made(model, pipeline="two-stage", backend="cuda", **options):
-    with ltx2rt.open(model, backend=backend, device="cpu", **options) as session:
+    with opened(model, backend=backend, **options) as session:
         size = SIZE if pipeline != "distilled" else DISTILLED
         clip = session.generate("a robot dancing", pipeline=pipeline, **size)
         held = session.resident.weights.held
@@ -70,39 +71,28 @@ def assert_same(a, b):
 @pytest.mark.parametrize(
     "preset, weights_dtype",
     [
-        pytest.param("tiny-2.3", None, marks=pytest.mark.long),
-        pytest.param("tiny-2.3", "int8", marks=pytest.mark.long),
-        *[
-            pytest.param(*case, marks=SLOW)
-            for case in product(("tiny-2.0", "tiny-2.3", "tiny-2.5"), (None, "float8"))
-            if case != ("tiny-2.3", None)
-        ],
+        *(pytest.param("tiny-2.3", dtype, marks=pytest.mark.long) for dtype in (None, "int8")),
+        *(pytest.param(name, None, marks=SLOW) for name in ("tiny-2.0", "tiny-2.5")),
+        *(pytest.param(f"tiny-{n}", "float8", marks=SLOW) for n in ("2.0", "2.3", "2.5")),
     ],
 )
 def test_streamed_is_resident_bit_for_bit(
     tiny, monkeypatch, preset, weights_dtype, small_matrices_move
 ):
     model = tiny(preset, "official")
-    options = {"weights_dtype": weights_dtype}
-    resident, streamed = made(model, **options)
+    resident, streamed = made(model, weights_dtype=weights_dtype)
     assert not streamed
     for number in (1, 99):
-        forced(
-            monkeypatch,
-            Residence({"text-encoder": number, "transformer": number}, reload=True),
-        )
-        clip, streamed = made(model, **options)
+        streams = {"text-encoder": number, "transformer": number}
+        forced(monkeypatch, Residence(streams, reload=True))
+        clip, streamed = made(model, weights_dtype=weights_dtype)
         assert {"text-encoder", "transformer"} <= streamed.keys()
         assert_same(clip, resident)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
-    "road, dtype",
-    [
-        pytest.param("file", "bfloat16", marks=pytest.mark.long),
-        pytest.param("file", "float32", marks=pytest.mark.long),
-        pytest.param("staged", "bfloat16", marks=pytest.mark.long),
-    ],
+    "road, dtype", [("file", "bfloat16"), ("file", "float32"), ("staged", "bfloat16")]
 )
 def test_every_road_to_the_device_makes_the_same_clip(
     tiny, monkeypatch, small_matrices_move, road, dtype
@@ -119,7 +109,7 @@ def test_every_road_to_the_device_makes_the_same_clip(
         self.weights.residence = replace(self.weights.residence, road=road)
 
     monkeypatch.setattr(Session, "choose_road", chosen)
-    with ltx2rt.open(model, backend="cuda", device="cpu", dtype=dtype) as session:
+    with opened(model, dtype=dtype) as session:
         for prompt in ("a fox", "a robot dancing"):
             clip = session.generate(prompt, **SIZE)
         store = session.resident.weights
@@ -181,12 +171,14 @@ def full_model(tmp_path_factory):
 
 def test_the_road_follows_from_the_hosts_memory():
     """8 GB, or a tenth, are left; WSL pins little; a container's limit is the host's memory."""
-    GB = 10**9
-    assert stream.road(20 * GB, 64 * GB, 30 * GB, pins=True) == "pinned"
-    assert stream.road(20 * GB, 64 * GB, 30 * GB, pins=False) == "staged"
-    assert stream.road(23 * GB, 64 * GB, 30 * GB, pins=True) == "file"
-    assert stream.road(20 * GB, 128 * GB, 30 * GB, pins=True) == "file"
-    assert stream.road(20 * GB, 64 * GB, 27 * GB, pins=False) == "file"
+    for *gigabytes, pins, road in (
+        (20, 64, 30, True, "pinned"),
+        (20, 64, 30, False, "staged"),
+        (23, 64, 30, True, "file"),
+        (20, 128, 30, True, "file"),
+        (20, 64, 27, False, "file"),
+    ):
+        assert stream.road(*(n * 10**9 for n in gigabytes), pins) == road
 
 
 @pytest.mark.long
@@ -196,7 +188,7 @@ def test_requests_in_a_row_load_what_they_need_and_stay_right(
     """The residence changes from request to request, as when another needs more room."""
     model = tiny("tiny-2.3", "official")
     resident, _ = made(model)
-    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+    with opened(model) as session:
         for number in (0, 2, 2, 1, 0):
             streams = {"text-encoder": number, "transformer": number} if number else {}
             forced(monkeypatch, Residence(streams, reload=True))
@@ -213,7 +205,7 @@ def test_a_text_encoder_goes_by_layers_on_jax(tiny, monkeypatch, small_matrices_
     model = tiny("tiny-2.3", "official")
     resident, _ = made(model, "distilled", "tpu", distilled_lora="none")
     forced(monkeypatch, Residence({"text-encoder": 99}, reload=True, offload=True))
-    with ltx2rt.open(model, backend="tpu", device="cpu", distilled_lora="none") as session:
+    with opened(model, backend="tpu", distilled_lora="none") as session:
         for prompt in ("a robot dancing", "a fox", "a robot dancing"):
             clip = session.generate(prompt, pipeline="distilled", **DISTILLED)
         assert_same(clip, resident)
@@ -230,7 +222,7 @@ def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, w
     model, ways = tiny("tiny-2.3", "official"), Session._ways
     resident, _ = made(model)
     monkeypatch.setattr(Session, "_ways", lambda self, stages: [list(ways(self, stages))[way]])
-    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+    with opened(model) as session:
         for _ in range(2):
             assert_same(session.generate("a robot dancing", **SIZE), resident)
         held = {key[0] for key in session.resident.weights.held}
@@ -262,24 +254,20 @@ def test_a_late_read_would_show(tiny, monkeypatch, small_matrices_move, preset):
 def test_bytes_copied_are_those_of_the_plan(tiny, monkeypatch, small_matrices_move):
     model = tiny("tiny-2.3", "official")
     forced(monkeypatch, Residence({"transformer": 2}))
-    with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
+    with opened(model, distilled_lora="none") as session:
         resident = session.resident
         plan = plan_of(resident)
-        costs = {cost.name: cost for cost in resident.costs(plan.stages)}
         resident.weights.residence = Residence({"transformer": 2})
         session.generate("a robot dancing", pipeline="distilled", **DISTILLED)
         (held,) = [h for h in resident.weights.held.values() if h.streamed]
         costs = {cost.name: cost for cost in resident.costs(plan.stages)}
-        a_step = costs["stage1"].streamed_bytes
-        sizes = stream.pieces(held.graph)
-        assert (
-            a_step == costs["stage2"].streamed_bytes == sum(sizes[piece] for piece in held.streamed)
-        )
+        sizes = [
+            size for piece, size in stream.pieces(held.graph).items() if piece in held.streamed
+        ]
+        assert {costs[name].streamed_bytes for name in ("stage1", "stage2")} == {sum(sizes)}
         # Two pieces have two slots: they are brought once, and stay.
-        assert held.weights.ring.copied_bytes == a_step
-        assert held.weights.ring.nbytes == stream.slots_bytes(
-            [sizes[piece] for piece in held.streamed]
-        )
+        assert held.weights.ring.copied_bytes == sum(sizes)
+        assert held.weights.ring.nbytes == stream.slots_bytes(sizes)
 
 
 def plan_of(session):
@@ -289,7 +277,7 @@ def plan_of(session):
 def test_the_fastest_way_that_fits_is_taken(tiny, small_matrices_move):
     """By planned bytes: kept, else freed after use, else streamed, else refused."""
     model = tiny("tiny-2.3", "official")
-    with ltx2rt.open(model, backend="cuda", device="cpu", distilled_lora="none") as session:
+    with opened(model, distilled_lora="none") as session:
         resident = session.resident
         stages = plan_of(resident).stages
         ways, peaks = list(resident._ways(stages)), []
@@ -299,9 +287,8 @@ def test_the_fastest_way_that_fits_is_taken(tiny, small_matrices_move):
         assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
         for budget in (peaks[0], peaks[0] - 1, peaks[-1]):
             assert resident.fit(stages, budget)
-            assert (resident.options, resident.weights.residence) == ways[
-                next(i for i, p in enumerate(peaks) if p <= budget)
-            ]
+            first = next(way for way, peak in zip(ways, peaks, strict=True) if peak <= budget)
+            assert (resident.options, resident.weights.residence) == first
         assert not resident.fit(stages, peaks[-1] - 1)
         resident.use(replace(resident.asked, memory="resident"))
         assert not resident.fit(stages, peaks[0] - 1) and resident.memory_mode == "resident"
@@ -310,7 +297,7 @@ def test_the_fastest_way_that_fits_is_taken(tiny, small_matrices_move):
 def test_prompts_keys_and_values_that_have_no_room_are_computed_in_every_step(tiny, monkeypatch):
     """Those of LTX-2.0, of prompts of 1024 tokens; a later request that has room keeps them."""
     model, said = tiny("tiny-2.0", "official"), "keys and values of prompts are computed in every"
-    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+    with opened(model) as session:
         kept = session.generate("a robot dancing", **SIZE)
         resident, request = session.resident, {"prompt": "a robot dancing", **SIZE}
         plan = make_plan(resident, make_request("two-stage", **request))
