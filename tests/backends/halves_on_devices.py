@@ -1,9 +1,8 @@
 """Run by test_programs on four virtual devices: python halves_on_devices.py [MODEL BRANCHES]
 
-With a model: a run of one branch or two by the loop as it is here, and as it is on a v6e: halves of
-the samples side by side, or of the tokens, and groups of heads; the sums of pairs permutations, and
-the exchanges of groups. Prints how far apart the latents are, and how many exchanges of each kind
-were traced. Without: whether exchanges are bit for bit what they are by permutations.
+With a model it runs the loop as it is here and as it is on a v6e, and prints how far apart the
+latents are, and how many exchanges of each kind were traced. Without: whether exchanges are bit for
+bit what they are by permutations.
 """
 
 from __future__ import annotations
@@ -87,10 +86,8 @@ def exchanges() -> dict[str, bool]:
                     found = function(*(x[0] for x in own), mesh_axis="parts", **plan)
                     return tuple(y[None] for y in found)
 
-                spread = jax.shard_map(
-                    local, mesh=mesh, in_specs=P("parts"), out_specs=P("parts"), check_vma=False
-                )
-                return jax.jit(spread)(*xs)
+                how = {"mesh": mesh, "in_specs": P("parts"), "out_specs": P("parts")}
+                return jax.jit(jax.shard_map(local, **how, check_vma=False))(*xs)
 
             by_pairs = of_devices.BY_PAIRS | of_devices.HEADS_BY_PAIRS
             for name, plan in (("all_reduce", {}), ("all_to_all", {**heads, "parts": count})):

@@ -14,6 +14,7 @@ import pytest
 from ltx2rt_tpu.compile_cache import keep_compiled, remove_damaged
 
 from ltx2rt.commands.generate import compiled_folder
+from ltx2rt.instruments.compare import compare
 
 COUNTED = """
 import json, sys
@@ -32,12 +33,9 @@ FLAGS = ["--backend", "tpu", "--prompt", "a fox", *CLIP.split()]
 
 def run(model: Path, root: Path, output: Path, *flags: str) -> tuple[dict[str, int], str]:
     """One `generate` in a process of its own: JAX's cache events, and what it said."""
-    argv = [
-        sys.executable, "-c", COUNTED, "generate", "--model", str(model), "--output", str(output),
-        *FLAGS, *flags,
-    ]  # fmt: skip
+    argv = [sys.executable, "-c", COUNTED, "generate", "--model", model, "--output", output]
     env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(root)}
-    ran = subprocess.run(argv, env=env, capture_output=True, text=True)
+    ran = subprocess.run([*argv, *FLAGS, *flags], env=env, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     said, events = ran.stderr.strip().rsplit("\n", 1)
     return json.loads(events), said
@@ -66,7 +64,8 @@ def test_the_second_process_compiles_nothing_and_damage_is_mended(tiny, tmp_path
     flipped.write_bytes(data)
     third, said = run(model, root, tmp_path / "third.mp4")
     assert third["cache_misses"] == 2 and said.count("is damaged") == 2
-    assert same_pictures(tmp_path / "first.mp4", tmp_path / "third.mp4")
+    found = compare(tmp_path / "first.mp4", tmp_path / "third.mp4")
+    assert found["psnr_db"] == 200.0  # what equal pictures give
     for path in (flipped, cut):
         assert len(zlib.decompress(path.read_bytes())) > 1000
 
@@ -93,9 +92,8 @@ print(sorted(path.name for path in Path(sys.argv[1]).glob("*/*-cache")))
 
 def test_keys_do_not_depend_on_the_folder(tmp_path):
     """A copied cache is used."""
-    keys = {
-        subprocess.check_output([sys.executable, "-c", KEPT, str(tmp_path / name)]) for name in "ab"
-    }
+    command = [sys.executable, "-c", KEPT]
+    keys = {subprocess.check_output([*command, tmp_path / name]) for name in "ab"}
     assert len(keys) == 1 and b"-cache" in keys.pop()
 
 
@@ -109,12 +107,8 @@ def test_what_decompresses_and_is_no_executable_goes_with_its_module(tmp_path):
 @pytest.fixture
 def kept_configuration():
     """What `keep_compiled` sets is put back."""
-    names = (
-        "compilation_cache_dir",
-        "persistent_cache_min_compile_time_secs",
-        "persistent_cache_enable_xla_caches",
-    )
-    names = tuple(f"jax_{name}" for name in names)
+    more = (f"persistent_cache_{x}" for x in ("min_compile_time_secs", "enable_xla_caches"))
+    names = tuple(f"jax_{name}" for name in ("compilation_cache_dir", *more))
     values, show = [getattr(jax.config, name) for name in names], warnings.showwarning
     yield
     for name, value in zip(names, values, strict=True):
@@ -144,19 +138,7 @@ def test_a_folder_that_others_may_write_to_is_not_used(tmp_path, capsys, kept_co
         path.chmod(0o755)
 
 
-def same_pictures(a: Path, b: Path) -> bool:
-    from ltx2rt.instruments.compare import compare
-
-    return compare(a, b)["psnr_db"] == 200.0  # what equal pictures give
-
-
-@pytest.mark.parametrize(
-    "environment,folder",
-    [
-        ({"JAX_COMPILATION_CACHE_DIR": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
-        ({"XDG_CACHE_HOME": "/b"}, Path("/b/ltx2rt")),
-        ({}, Path.home() / ".cache/ltx2rt"),
-    ],
-)
-def test_the_user_says_where_executables_are_kept(environment, folder):
-    assert compiled_folder(environment) == folder
+def test_the_user_says_where_executables_are_kept():
+    home, own = {"XDG_CACHE_HOME": "/b"}, {"JAX_COMPILATION_CACHE_DIR": "/a"}
+    found = [compiled_folder(environment) for environment in (home | own, home, {})]
+    assert found == [Path("/a"), Path("/b/ltx2rt"), Path.home() / ".cache/ltx2rt"]

@@ -1,40 +1,80 @@
-"""The decoder on several devices: each decodes its own, with whole weights, and nothing
-communicates."""
+"""The decoder on several devices: each decodes its own latents, with whole weights, and nothing
+communicates.
+
+Run as a script, on virtual devices, it prints what the tests look at.
+"""
 
 import json
-from pathlib import Path
+import re
 
-import pytest
+import numpy as np
 
+from ltx2rt.backend import get_backend
+from ltx2rt.graph.ops import COLLECTIVES
+from ltx2rt.models import video_vae
+from ltx2rt.testing import ArraySource, random_params, relative_l2
+from ltx2rt.weights.presets import preset
 from tests.virtual import on_devices
 
+DEVICES = 4
+HLO = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 
-@pytest.fixture(scope="module")
-def facts():
+
+def main() -> None:
+    """Prints the largest distance from the same latents on one device for each number of latents,
+    and facts of the compiled program."""
+    graph = video_vae.trace_decoder(preset("tiny-2.3").config.video_vae, 1, 2, 3, 2, "float32")
+    assert not any(node.op in COLLECTIVES for node, _ in graph.walk())
+    source = ArraySource(random_params(graph))
+    shape = DEVICES, *graph.inputs["latent"].type.shape
+    latents = np.random.default_rng(0).standard_normal(shape, np.float32)
+    one = get_backend("tpu", "cpu")
+    several = get_backend("tpu", "cpu", {"sequence": 2, "tensor": 2})
+    program, weights = one.lower(graph), one.load([graph], source)
+    alone = [one.to_host(program(weights, {"latent": x})["frames"]) for x in latents]
+    spread, held = several.lower(graph), several.load([graph], source)
+    for started in several.compile_ahead([(spread, True)]):
+        started.result()
+    ahead, distances = several.num_built, {}
+    for count in (1, 3, 4):
+        calls = [(spread, held, {"latent": x}) for x in latents[:count]]
+        frames = [several.to_host(x) for x in several.each(calls, "frames")]
+        assert len(frames) == count
+        distances[count] = max(relative_l2(a, b) for a, b in zip(frames, alone, strict=False))
+    compiled_by_calls = several.num_built - ahead
+    taken: list[int] = []
+    calls = ((spread, held, {"latent": latents[taken.append(i) or 0]}) for i in range(20))
+    results = several.each(calls, "frames")
+    next(results)
+    results.close()
+    compiled = spread.lowered(each=True).compile()
+    first = program.lowered().compile()
+    (shardings, _), _ = compiled.input_shardings
+    facts = {
+        "distances": distances,
+        "taken": len(taken),
+        "compilations": spread.shared._cache_size(),
+        "compiled_by_calls": compiled_by_calls,
+        "replicated": [s.is_fully_replicated for s in shardings.values()],
+        "collectives": re.findall(HLO, compiled.as_text()),
+        "temporaries": compiled.memory_analysis().temp_size_in_bytes,
+        "temporaries_alone": first.memory_analysis().temp_size_in_bytes,
+    }
+    print(json.dumps(facts))
+
+
+def test_devices_decode_apart_by_one_program_with_whole_weights():
     # a program from the disk does not say what it consists of
-    uncached = {"JAX_ENABLE_COMPILATION_CACHE": "false"}
-    script = Path(__file__).with_name("decode_on_devices.py")
-    return json.loads(on_devices(4, script, **uncached))
-
-
-@pytest.mark.parametrize("count", ["1", "3", "4"])
-def test_a_batch_equals_each_on_one_device(facts, count):
-    assert facts["distances"][count] <= 1e-6  # the same program on the same kind of device
-
-
-def test_a_reader_that_stops_leaves_one_batch_under_way(facts):
-    assert facts["taken"] == 2 * 4
-
-
-def test_every_number_of_videos_is_one_program(facts):
+    facts = json.loads(on_devices(DEVICES, __file__, JAX_ENABLE_COMPILATION_CACHE="false"))
+    # the same program on the same kind of device
+    assert max(facts["distances"].values()) <= 1e-6 and len(facts["distances"]) == 3
+    assert facts["taken"] == 2 * DEVICES, "a reader that stops leaves one batch under way"
     assert facts["compilations"] == 1 and facts["compiled_by_calls"] == 0, "it was compiled ahead"
-
-
-def test_weights_stay_whole_on_every_device_and_nothing_communicates(facts):
     assert facts["replicated"] and all(facts["replicated"])
     assert facts["collectives"] == []
-
-
-def test_a_device_needs_no_more_room_than_alone(facts):
     # XLA lays out temporaries anew for the partitioned program: a few per cent either way.
     assert 0 < facts["temporaries"] <= 1.1 * facts["temporaries_alone"]
+
+
+if __name__ == "__main__":
+    main()

@@ -55,32 +55,17 @@ def test_nested_loops_multiply():
     assert collectives(outer)[0] == {"all-reduce": 3 * 48, "all-gather": 3}
 
 
-@pytest.mark.parametrize(
-    "line,kind,received",
-    [
-        (
-            "%r = f32[8]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, to_apply=%s",
-            "reduce-scatter",
-            32 * 3,
-        ),
-        ("%r = bf16[4,8]{1,0} all-to-all(%p), replica_groups=[1,4]<=[4]", "all-to-all", 64 * 3 / 4),
-        (
-            "%r = ((f32[2], bf16[4]), (f32[8], bf16[16])) all-gather-start(%p, %q), "
-            "replica_groups=[1,4]<=[4]",
-            "all-gather",
-            64 * 3 / 4,
-        ),
-        (
-            "%r = (f32[8], f32[8], u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), "
-            "channel_id=1",
-            "collective-permute",
-            32,
-        ),
-    ],
-)
+@pytest.mark.parametrize("line,kind,received", [
+    ("f32[8]{0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, to_apply=%s", "reduce-scatter", 32 * 3),
+    ("bf16[4,8]{1,0} all-to-all(%p), replica_groups=[1,4]<=[4]", "all-to-all", 64 * 3 / 4),
+    ("((f32[2], bf16[4]), (f32[8], bf16[16])) all-gather-start(%p, %q), replica_groups=[1,4]<=[4]",
+     "all-gather", 64 * 3 / 4),
+    ("(f32[8], f32[8], u32[]{:S(2)}, u32[]{:S(2)}) collective-permute-start(%p), channel_id=1",
+     "collective-permute", 32),
+])  # fmt: skip
 def test_every_kind_is_counted_by_what_arrives(line, kind, received):
     done = f"  %d = f32[8]{{0}} {kind}-done(%r)"
-    assert collectives(entry("  " + line, done)) == ({kind: 1}, received)
+    assert collectives(entry(f"  %r = {line}", done)) == ({kind: 1}, received)
 
 
 def test_only_the_outermost_loop_may_have_bounds_from_outside():

@@ -41,14 +41,10 @@ def test_what_is_parked_comes_back_as_it_was(weights, monkeypatch):
     kept = host.parked(weights)
     same(kept, weights)
     assert all(x.data_ptr() % 4 == 0 for x in kept.values())
-    slabs = {
-        x.untyped_storage().data_ptr(): x.untyped_storage().nbytes()
-        for x in kept.values()
-        if x.numel()
-    }
-    assert sorted(slabs.values()) == [2**14, 300 * 100 * 4], (
-        "one slab, and one of its own for what is larger"
-    )
+    storages = (x.untyped_storage() for x in kept.values() if x.numel())
+    slabs = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    # one slab, and one of its own for what is larger
+    assert sorted(slabs.values()) == [2**14, 300 * 100 * 4]
     expected = {name: x.clone() for name, x in weights.items()}
     for x in weights.values():
         x.zero_()
@@ -79,9 +75,7 @@ def test_jax_keeps_arrays_in_pinned_memory_and_brings_them_back():
     assert not left and list(found) == list(weights)
     for name, x in weights.items():
         assert found[name].sharding == x.sharding and found[name].dtype == x.dtype
-        np.testing.assert_array_equal(
-            np.asarray(found[name], np.float32), np.asarray(x, np.float32)
-        )
+        np.testing.assert_array_equal(backend.to_host(found[name]), backend.to_host(x))
 
 
 ALONE = """
@@ -90,7 +84,7 @@ from pathlib import Path
 import torch
 from ltx2rt.backend import get_backend
 
-size, page = 2**26, resource.getpagesize()
+size, page = 2**24, resource.getpagesize()
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -101,7 +95,7 @@ def resident():
     return int(Path("/proc/self/statm").read_text().split()[1])
 
 backend = get_backend("cuda", "cpu")
-first, again, kept = faults(), faults(), resident()
+first, again, kept = faults(), min(faults(), faults(), faults()), resident()
 backend.device()
 print(first * page / size / 4, again * page / size / 4, (kept - resident()) * page / size / 4)
 """
@@ -118,8 +112,4 @@ def test_a_cpu_reuses_what_it_frees_until_somebody_asks_what_is_free(decided):
     )
     first, again, given_back = map(float, result.stdout.split())
     assert first > 0.9
-    assert (
-        (again > 0.9, given_back < 0.1) == (True, True)
-        if decided
-        else (again < 0.1, given_back > 0.9)
-    )
+    assert (again > 0.9 and given_back < 0.1) if decided else (again < 0.1 and given_back > 0.9)

@@ -2,8 +2,6 @@
 are all on the device."""
 
 import json
-import os
-import subprocess
 import sys
 from functools import partial
 from importlib.util import find_spec
@@ -59,22 +57,34 @@ def params_of(graph: Graph) -> dict[str, np.ndarray]:
     return {n: x * 0 + 1 if n.endswith("layer_scalar") else x for n, x in params.items()}
 
 
-def both(graph: Graph, mesh: dict[str, int] | None = None) -> list[dict[str, np.ndarray]]:
-    """All layers on the device, and all in the host's memory."""
-    backend, params, found = get_backend("tpu", "cpu", mesh or {}), params_of(graph), []
-    for streamed in ({}, {"streamed": frozenset(stream.pieces(graph))}):
-        weights = backend.load([graph], ArraySource(params), **streamed)
-        hosted = [x for x in weights.values() if isinstance(x, HostLayers)]
-        assert bool(hosted) == bool(streamed)
+def ways(graph: Graph, mesh: dict[str, int] | None = None) -> list[dict[str, np.ndarray]]:
+    """All layers on the device, all in the host's memory, and all in the file, after they were
+    parked."""
+    backend, source, found = (
+        get_backend("tpu", "cpu", mesh or {}),
+        ArraySource(params_of(graph)),
+        [],
+    )
+    pieces = frozenset(stream.pieces(graph))
+    for kind, how in (
+        (None, {}),
+        (HostLayers, {"streamed": pieces}),
+        (FileLayers, {"streamed": pieces, "road": "file"}),
+    ):
+        weights = backend.load([graph], source, **how)
+        streamed = [x for x in weights.values() if isinstance(x, (HostLayers, FileLayers))]
+        assert all(isinstance(x, kind) for x in streamed) and bool(streamed) == bool(how)
+        weights = backend.unpark(backend.park(weights), {})
         made = backend.lower(graph)(weights, feeds(graph))
         found.append({name: backend.to_host(x) for name, x in made.items()})
     return found
 
 
 def check(graph: Graph, mesh: dict[str, int] | None = None) -> None:
-    resident, layered = both(graph, mesh)
-    for name, x in resident.items():
-        assert np.array_equal(layered[name], x), name
+    resident, *others = ways(graph, mesh)
+    for other in others:
+        for name, x in resident.items():
+            assert np.array_equal(other[name], x), name
 
 
 @pytest.fixture
@@ -83,40 +93,21 @@ def small_matrices_move(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["tiny-2.3", pytest.param("tiny-2.0", marks=pytest.mark.slow)])
-def test_layers_from_the_host_change_no_bit(name, small_matrices_move):
+def test_layers_from_the_host_or_the_file_change_no_bit(name, small_matrices_move):
     check(encoder(name))
-
-
-def test_layers_from_the_file_change_no_bit(small_matrices_move):
-    """They take none of the host's memory: each is made anew for every run."""
-    graph, backend = encoder("tiny-2.3"), get_backend("tpu", "cpu")
-    source, made = ArraySource(params_of(graph)), []
-    for road in ("pinned", "file"):
-        pieces = frozenset(stream.pieces(graph))
-        weights = backend.load([graph], source, streamed=pieces, road=road)
-        kind = FileLayers if road == "file" else HostLayers
-        assert any(isinstance(x, kind) for x in weights.values())
-        weights = backend.unpark(backend.park(weights), {})
-        results = backend.lower(graph)(weights, feeds(graph))
-        made.append({name: backend.to_host(x) for name, x in results.items()})
-    for name, x in made[0].items():
-        assert np.array_equal(made[1][name], x), name
 
 
 @pytest.mark.long
 def test_gemma_4_differs_by_less_than_other_fusions_of_its_layers(small_matrices_move):
     """Layers in a loop and programs of one layer are fused alike but for a few last bits."""
-    resident, layered = both(encoder("tiny-2.5"))
+    resident, layered, _ = ways(encoder("tiny-2.5"))
     assert_near(layered, resident, 1e-5)
 
 
-@pytest.mark.parametrize(
-    "name, first",
-    [
-        ("tiny-2.3", [0, 1, 2, 3]),
-        pytest.param("tiny-2.5", [0, 0, 0, 1, 1, 1], marks=pytest.mark.long),
-    ],
-)
+@pytest.mark.parametrize("name, first", [
+    ("tiny-2.3", [0, 1, 2, 3]),
+    pytest.param("tiny-2.5", [0, 0, 0, 1, 1, 1], marks=pytest.mark.long),
+])  # fmt: skip
 def test_no_more_than_two_layers_are_brought_at_once(small_matrices_move, monkeypatch, name, first):
     """The bytes are those of the plan; a layer is begun when the one before the last is done.
     Three layers of a tiny Gemma 4, six of a full one, are one body of its repeat."""
@@ -149,14 +140,6 @@ def test_no_more_than_two_layers_are_brought_at_once(small_matrices_move, monkey
 @pytest.mark.long
 def test_two_devices_bring_their_own_slices():
     on_devices(2, HERE)
-
-
-COMPILE = """
-import json, sys
-sys.path[:0] = json.loads(sys.argv[1])
-from tests.backends.test_layered import full_size
-print(json.dumps(full_size(*sys.argv[2:])))
-"""
 
 
 def full_size(topology: str, name: str) -> list[float]:
@@ -199,17 +182,14 @@ def full_size(topology: str, name: str) -> list[float]:
     [("v6e:2x4", "ltx-2.3", 7), ("v5e:2x4", "ltx-2.3", 7), ("v6e:2x4", "ltx-2.5", 12)],
 )
 def test_layers_of_full_size_fit_one_chip(topology, name, count):
-    env = os.environ | {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-    arguments = [json.dumps([str(HERE.parent), str(HERE.parents[1]), *sys.path]), topology, name]
-    ran = subprocess.run(
-        [sys.executable, "-c", COMPILE, *arguments], env=env, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    programs = json.loads(ran.stdout.splitlines()[-1])
+    env = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    programs = json.loads(on_devices(1, HERE, topology, name, **env).splitlines()[-1])
     # The largest reads 49 states of Gemma and the projections of them; a v5e has 16 GB.
     assert len(programs) == count and max(programs) < 8
 
 
-if __name__ == "__main__":
+if len(sys.argv) > 2 and __name__ == "__main__":
+    print(json.dumps(full_size(*sys.argv[1:])))
+elif __name__ == "__main__":
     stream.LEAST_BYTES = 8192
     check(encoder("tiny-2.3", TENSOR), TENSOR)

@@ -43,25 +43,19 @@ def test_a_recorded_step_follows_every_input_the_weights_and_the_size(dtype, clo
         loop.pool = None
     other = backend.load([recorded.graph], ArraySource(random_params(recorded.graph, seed=1)))
     first: dict = {}
-    for seed, chosen, sigmas in (
-        (20, weights, SIGMAS),
-        (21, weights, SIGMAS[1:]),
-        (22, other, SIGMAS),
-        (23, weights, SIGMAS),
-    ):
+    jobs = (weights, SIGMAS), (weights, SIGMAS[1:]), (other, SIGMAS), (weights, SIGMAS)
+    for seed, (chosen, sigmas) in enumerate(jobs, 20):
         for rows, loop in loops.items():
             work = job(seed, GUIDANCE * np.float32(0.9 + 0.05 * (seed - 20)), rows)
             steps = denoise((backend, loop, chosen), sigmas, **work)
             expected = denoise((backend, eager[rows], chosen), sigmas, **work)
             for i, (found, wanted) in enumerate(zip(steps, expected, strict=True)):
                 for key in wanted:
-                    assert relative_l2(found[key], wanted[key]) <= close, (
-                        f"job {seed}, {rows} rows, step {i}, {key}"
-                    )
+                    where = f"job {seed}, {rows} rows, step {i}, {key}"
+                    assert relative_l2(found[key], wanted[key]) <= close, where
             first.setdefault(rows, loop.captured)
-            assert (loop.captured is first[rows]) == (seed < 22), (
-                "recorded anew when, and only when, the weights moved"
-            )
+            # recorded anew when, and only when, the weights moved
+            assert (loop.captured is first[rows]) == (seed < 22)
     assert all(loop.captured is None for loop in eager.values())
     first.clear()
     for loop in loops.values():
@@ -110,9 +104,8 @@ print(total.sum().item())
 
 
 def test_a_recorded_collective_is_replayed_and_lets_its_process_end():
-    ran = subprocess.run(
-        [sys.executable, "-c", COLLECTIVE], capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", COLLECTIVE]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert ran.returncode == 0 and float(ran.stdout) == 3000, ran.stderr
 
 

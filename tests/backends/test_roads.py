@@ -78,12 +78,10 @@ def test_a_file_that_changes_during_a_run_stops_it(file, how):
     """And no later run takes what has come of it."""
     handle = opened(file, "file")
     denoise(handle, SIGMAS, **job(3))
-    if how == "truncated":
-        os.truncate(file, file.stat().st_size // 2)
-    else:
-        with open(file, "r+b") as changed:
-            changed.seek(-8, os.SEEK_END)
-            changed.write(b"otherwise"[:8])
+    with open(file, "r+b") as changed:
+        changed.seek(-8, os.SEEK_END)
+        changed.write(b"changed!")
+        changed.truncate(None if how == "rewritten" else file.stat().st_size // 2)
     for _ in range(2):
         with refused("changed since it was opened"):
             denoise(handle, SIGMAS, **job(3))
@@ -162,8 +160,7 @@ def stack():
 def in_limit(path: Path, road: str, more: int) -> subprocess.CompletedProcess[str]:
     """The stack runs twice in a process that may take so many bytes more than it has."""
     command = [sys.executable, "-c", MEMORY, path, road, more]
-    trees = os.pathsep.join([*sys.path, str(Path(__file__).parent)])
-    environment = os.environ | {"PYTHONPATH": trees, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     return subprocess.run([*map(str, command)], env=environment, text=True, capture_output=True)
 
 

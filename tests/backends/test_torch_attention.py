@@ -29,15 +29,12 @@ def operands(dtype=torch.float32, kv_heads=4, dim=16):
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("run", [gpu_attention, preferred_attention, torch_attention])
 def test_attention_is_the_op_tables(run, masked, kv_heads):
-    q, k, v = operands(kv_heads=kv_heads)
-    mask = torch.randn(2, 1, 7, 9) if masked else None
-    if mask is not None:
-        mask[..., ::4] = -1e30  # what the logarithm of a weight of 0 is
-    bias = [] if mask is None else [mask.numpy()]
-    expected = OPS["attention"].numpy(
-        *(x.numpy() for x in (q, k, v)), *bias, scale=0.3, bias_view=(2, 1, 7, 9)
-    )
-    assert relative_l2(run(q, k, v, mask, 0.3), expected) <= 1e-6  # float32, sums of nine
+    given, mask = operands(kv_heads=kv_heads), torch.randn(2, 1, 7, 9)
+    mask[..., ::4] = -1e30  # what the logarithm of a weight of 0 is
+    arrays = [x.numpy() for x in (*given, *[mask] * masked)]
+    expected = OPS["attention"].numpy(*arrays, scale=0.3, bias_view=mask.shape)
+    found = run(*given, mask if masked else None, 0.3)
+    assert relative_l2(found, expected) <= 1e-6  # float32, sums of nine
 
 
 def test_preference_and_alignment_are_compiled_without_a_break():
@@ -51,13 +48,9 @@ def test_preference_and_alignment_are_compiled_without_a_break():
 
 def test_cudnn_comes_first_only_where_it_surely_has_a_plan():
     heads, mask = [torch.empty(1, 7, 2, dim) for dim in (64, 128, 256)], torch.zeros(1, 1, 7, 9)
-    found = [preference(q, m)[0] for m in (None, mask) for q in heads]
-    assert found == ["cudnn", "cudnn", "flash2"] * 2
-    assert all(
-        preference(q, m)[-3:] == ["flash2", "efficient", "math"]
-        for q in heads
-        for m in (None, mask)
-    )
+    found = [preference(q, m) for m in (None, mask) for q in heads]
+    assert [names[0] for names in found] == ["cudnn", "cudnn", "flash2"] * 2
+    assert all(names[-3:] == ["flash2", "efficient", "math"] for names in found)
     assert why_not_cudnn(heads[2], None) == "heads of 256, all its releases have plans up to 128"
 
 
@@ -92,23 +85,16 @@ def test_cudnn_of_wrong_results_is_not_asked(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    "row,start,copied",
-    [
-        (3 * 64, 0, False),  # whole
-        (3 * 64, 2 * 64, False),  # a slice of a packed row of q, k, v
-        (3 * 64 + 4, 2 * 64, True),  # and of a gate for each head
-        (3 * 64, 2, True),
-        (3 * 64 + 8, 8, False),
-    ],
-)
+@pytest.mark.parametrize("row,start,copied", [
+    (3 * 64, 0, False),  # whole
+    (3 * 64, 2 * 64, False),  # a slice of a packed row of q, k, v
+    (3 * 64 + 4, 2 * 64, True),  # and of a gate for each head
+    (3 * 64, 2, True), (3 * 64 + 8, 8, False),
+])  # fmt: skip
 def test_only_operands_off_the_grid_of_a_load_are_copied(row, start, copied, dtype):
-    row, start = (n * 2 // dtype.itemsize for n in (row, start))  # the same bytes in both dtypes
-    x = (
-        torch.randn(2, 9, row)
-        .to(dtype)[..., start : start + 64 * 2 // dtype.itemsize]
-        .unflatten(2, (4, -1))
-    )
+    # the same bytes in both dtypes
+    row, start, size = (n * 2 // dtype.itemsize for n in (row, start, 64))
+    x = torch.randn(2, 9, row).to(dtype)[..., start : start + size].unflatten(2, (4, -1))
     y = aligned(x)
     assert torch.equal(x, y) and (y is not x) == copied
     assert y.data_ptr() % LOAD_BYTES == 0
@@ -120,15 +106,12 @@ def test_heads_that_no_copy_aligns_stay_as_they_are():
     assert aligned(x) is x
 
 
-@pytest.mark.parametrize(
-    "change,reason",
-    [
-        (lambda q, k, v: (q, k, v, torch.zeros(1, 1, 7, 9)), "takes no mask"),
-        (lambda q, k, v: (q.float(), k, v, None), "torch.float32"),
-        (lambda q, k, v: (q[..., :12], k, v, None), "heads of 12"),
-        (lambda q, k, v: (q, k.mT.contiguous().mT, v, None), "strided"),
-    ],
-)
+@pytest.mark.parametrize("change,reason", [
+    (lambda q, k, v: (q, k, v, torch.zeros(1, 1, 7, 9)), "takes no mask"),
+    (lambda q, k, v: (q.float(), k, v, None), "torch.float32"),
+    (lambda q, k, v: (q[..., :12], k, v, None), "heads of 12"),
+    (lambda q, k, v: (q, k.mT.contiguous().mT, v, None), "strided"),
+])  # fmt: skip
 def test_flash3_refuses_what_it_cannot_take(change, reason):
     q, k, v = operands(torch.bfloat16)
     assert why_not_flash3(q, k, v, None) == "the operands are on cpu, the kernel runs on cuda"
