@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -53,14 +54,8 @@ os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 KNOWN_TIMES = tempfile.TemporaryDirectory()  # commands keep the times of their runs there
 os.environ["XDG_CACHE_HOME"] = KNOWN_TIMES.name
 
-SMALL = {
-    "--width": 128,
-    "--height": 64,
-    "--num-frames": 17,
-    "--fps": 48,
-    "--steps": 3,
-    "--image-crf": 0,
-}
+SMALL = {"--width": 128, "--height": 64, "--num-frames": 17, "--fps": 48, "--steps": 3}
+SMALL["--image-crf"] = 0
 
 
 def read_by(flags: Iterable[object], defaults: dict[str, object]) -> list[object]:
@@ -100,22 +95,12 @@ class Run:
         return json.loads((self.folder / "report.json").read_text())
 
 
-LONG_FILES = {  # longer than their number of tests tells; numbers only order them
-    "tests/real/test_rows.py": 250,
-    "tests/test_docs.py": 240,
-    "tests/serve/test_page.py": 230,
-    "tests/serve/test_app.py": 220,
-    "tests/commands/test_generate.py": 210,
-    "tests/commands/test_plan.py": 200,
-    "tests/serve/test_batch.py": 190,
-    "tests/backends/test_tensor_parallel.py": 180,
-    "tests/commands/test_probe.py": 170,
-    "tests/serve/test_supervisor.py": 160,
-    "tests/serve/test_webhooks.py": 155,
-    "tests/train/test_prepare.py": 150,
-    "tests/weights/test_hub.py": 145,
-    "tests/session/test_session.py": 140,
-}
+LONG_FILES = """
+    session/test_session weights/test_hub train/test_prepare serve/test_webhooks
+    serve/test_supervisor commands/test_probe backends/test_tensor_parallel serve/test_batch
+    commands/test_plan commands/test_generate serve/test_app serve/test_page test_docs
+    real/test_rows
+""".split()  # longer than their number of tests tells, the longest last
 
 
 class LongestFirst:
@@ -123,7 +108,7 @@ class LongestFirst:
     at the end."""
 
     def __init__(self, lasted: dict[str, float]):
-        self.lasted = LONG_FILES | lasted
+        self.lasted = {f"tests/{name}.py": 140 + i for i, name in enumerate(LONG_FILES)} | lasted
         self.seconds: Counter[str] = Counter()
 
     @pytest.hookimpl(optionalhook=True)
@@ -131,20 +116,15 @@ class LongestFirst:
         node.workerinput["lasted"] = self.lasted  # workers must agree, also while another run ends
 
     def pytest_collection_modifyitems(self, items) -> None:
-        tests = Counter(file_of(item.nodeid) for item in items)
-        items.sort(
-            key=lambda item: -self.lasted.get(file_of(item.nodeid), tests[file_of(item.nodeid)])
-        )
+        lasted = dict(Counter(file_of(item.nodeid) for item in items)) | self.lasted
+        items.sort(key=lambda item: -lasted[file_of(item.nodeid)])
 
     def pytest_runtest_logreport(self, report) -> None:
         self.seconds[file_of(report.nodeid)] += report.duration
 
     def pytest_sessionfinish(self, session) -> None:
-        if (
-            not hasattr(session.config, "workerinput")
-            and session.testscollected
-            and not session.shouldstop
-        ):
+        worker = hasattr(session.config, "workerinput")
+        if session.testscollected and not worker and not session.shouldstop:
             LASTED.write_text(json.dumps(self.lasted | self.seconds, indent=1))
 
 
@@ -201,10 +181,8 @@ def pytest_configure(config) -> None:
         config.pluginmanager.register(CompiledOnce())
         with contextlib.suppress(OSError):
             newest_first = sorted(COMPILED.iterdir(), key=lambda file: -file.stat().st_mtime)
-            sizes = accumulate(file.stat().st_size for file in newest_first)
-            for file in [
-                f for f, size in zip(newest_first, sizes, strict=True) if size > KEPT_BYTES
-            ]:
+            sizes = list(accumulate(file.stat().st_size for file in newest_first))
+            for file in newest_first[bisect_right(sizes, KEPT_BYTES) :]:
                 file.unlink()
         lasted = {}
         with contextlib.suppress(OSError, ValueError):
@@ -226,13 +204,9 @@ def pytest_collection_modifyitems(items) -> None:
             for name, definitions in info.name2fixturedefs.items()
             if name not in every
         ]
-        text = [
-            inspect.getsource(function).partition("def ")[2]
-            for function in (item.function, *fixtures)
-        ]
-        if re.search(
-            r"jax|\btpu\b|ltx2rt_tpu|ON_HOSTS", " ".join([item.name, *text]), re.IGNORECASE
-        ):
+        sources = map(inspect.getsource, (item.function, *fixtures))
+        text = " ".join([item.name, *(source.partition("def ")[2] for source in sources)])
+        if re.search(r"jax|\btpu\b|ltx2rt_tpu|ON_HOSTS", text, re.IGNORECASE):
             item.add_marker(pytest.mark.skip(reason="jax is not installed"))
 
 
@@ -369,11 +343,8 @@ class Job:
     flags: tuple[object, ...]
 
     def argv(self, folder: Path) -> list[str]:
-        files = {
-            "--output": "clip.mp4",
-            "--report": "report.json",
-            "--latents-out": "latents.safetensors",
-        }
+        files = {"--output": "clip.mp4", "--report": "report.json"}
+        files["--latents-out"] = "latents.safetensors"
         words = ["generate", "--backend", self.backend, "--device", "cpu", "--model", self.model]
         words += ["--prompt", "a robot dancing"]
         of_clips = read_by(self.flags, {"--video-path": 0})  # size, length and rate are the file's
@@ -393,15 +364,13 @@ def on_both(tiny) -> Iterator[Callable[..., dict]]:
     opened: dict[tuple, Any] = {}
 
     def get(preset: str, **options: Any) -> dict:
+        found: dict[str, Any] = {}
         for backend in ("cuda", "tpu"):
-            key = (backend, preset, *sorted(options.items()))
-            if key not in opened:
+            if (key := (backend, preset, *sorted(options.items()))) not in opened:
                 how = {"device": "cpu", "dtype": "float32", **options}
                 opened[key] = open_session(ModelOptions(backend, tiny(preset, "diffusers"), **how))
-        return {
-            backend: opened[backend, preset, *sorted(options.items())]
-            for backend in ("cuda", "tpu")
-        }
+            found[backend] = opened[key]
+        return found
 
     yield get
     for session in opened.values():
@@ -446,24 +415,28 @@ def kept(monkeypatch) -> Callable[..., None]:
     return call
 
 
+def started(job: Job, folder: Path, **environment: str) -> Callable[[], Run]:
+    """Start a job in a process of its own; the result waits for its end."""
+    argv, env = [sys.executable, "-m", "ltx2rt", *job.argv(folder)], os.environ | environment
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(argv, env=env | {"OMP_NUM_THREADS": "1"}, **pipes)
+
+    def end() -> Run:
+        out, err = process.communicate(timeout=600)
+        return Run(process.returncode, out, err, folder)
+
+    return end
+
+
 @pytest.fixture(scope="session")
 def generate_on_both(tmp_path_factory) -> Callable[..., tuple[Run, Run]]:
     """generate_on_both(model, *flags) -> (cuda, tpu), each in a process of its own, side by
     side."""
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def call(model: Path, *flags: object) -> tuple[Run, Run]:
-        started = []
-        for backend in ("cuda", "tpu"):
-            folder = tmp_path_factory.mktemp(f"run-{backend}")
-            argv = [sys.executable, "-m", "ltx2rt.cli", *Job(backend, model, flags).argv(folder)]
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            started.append((subprocess.Popen(argv, env=env, **pipes), folder))
-        ended = []
-        for process, folder in started:
-            out, err = process.communicate()
-            ended.append(Run(process.returncode, out, err, folder))
-        return ended[0], ended[1]
+        jobs = [Job(backend, model, flags) for backend in ("cuda", "tpu")]
+        first, second = (started(job, tmp_path_factory.mktemp("run")) for job in jobs)
+        return first(), second()
 
     return call
 
@@ -473,12 +446,8 @@ def generate_on_ranks(tmp_path_factory) -> Callable[..., Run]:
     """generate_on_ranks(ranks, model, *flags) -> Run of torch processes on gloo."""
 
     def call(ranks: int, model: Path, *flags: object) -> Run:
-        folder = tmp_path_factory.mktemp("ranks")
         job = Job("cuda", model, (*flags, "--num-gpus", ranks))
-        argv = [sys.executable, "-m", "ltx2rt", *job.argv(folder)]
-        env = os.environ | {"OMP_NUM_THREADS": "1"}
-        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300)
-        return Run(ran.returncode, ran.stdout, ran.stderr, folder)
+        return started(job, tmp_path_factory.mktemp("ranks"))()
 
     return call
 
@@ -489,11 +458,9 @@ def generate_on_devices(tmp_path_factory) -> Callable[..., Run]:
     of its own."""
 
     def call(count: int, model: Path, *flags: object) -> Run:
-        folder = tmp_path_factory.mktemp("devices")
-        argv = [sys.executable, "-m", "ltx2rt", *Job("tpu", model, flags).argv(folder)]
-        env = os.environ | {"XLA_FLAGS": xla_flags(count), "JAX_PLATFORMS": "cpu"}
-        ran = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600)
-        return Run(ran.returncode, ran.stdout, ran.stderr, folder)
+        environment = {"XLA_FLAGS": xla_flags(count), "JAX_PLATFORMS": "cpu"}
+        job, folder = Job("tpu", model, flags), tmp_path_factory.mktemp("devices")
+        return started(job, folder, **environment)()
 
     return call
 

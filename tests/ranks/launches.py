@@ -33,23 +33,32 @@ class Launch:
         return self.process.returncode, out, [x for x in err.splitlines() if "ltx2rt: error: " in x]
 
 
-def by_hand(words, second=None, **environment):
-    """Two ranks under torchrun's variables, without torchrun; words of rank 1 can differ."""
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    where |= {"WORLD_SIZE": "2", **environment}
+        return str(probe.getsockname()[1])
+
+
+def by_hand(words, second=None, **environment):
+    """Two ranks under torchrun's variables, without torchrun; words of rank 1 can differ."""
+    where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": "2"}
     each = enumerate((words, second or words))
-    return [Launch(w, RANK=str(i), LOCAL_RANK=str(i), **where) for i, w in each]
+    return [Launch(w, RANK=str(i), LOCAL_RANK=str(i), **where | environment) for i, w in each]
 
 
 def hosts_by_hand(*commands, devices=2):
     """A JAX process with its CPU devices for each command, like a slice's hosts."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        where = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{probe.getsockname()[1]}"}
+    where = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}"}
     where |= {"JAX_NUM_PROCESSES": str(len(commands)), "XLA_FLAGS": xla_flags(devices)}
     return [Launch(words, JAX_PROCESS_ID=str(i), **where) for i, words in enumerate(commands)]
+
+
+def said_once(launches, status=2):
+    """The one line of all ranks, which end with this status."""
+    ended = [launch.end() for launch in launches]
+    assert [found for found, *_ in ended] == [status] * len(ended), ended
+    (line,) = [line for *_, lines in ended for line in lines]
+    return line
 
 
 def ranks_of(launcher_pid):

@@ -6,9 +6,11 @@ import socket
 import time
 
 import pytest
+from ltx2rt_cuda.distributed import rendezvous
 
 from ltx2rt.atomic_file import partial_path
 from ltx2rt.ranks.crew import Crew
+from tests.conftest import refused
 from tests.ranks.launches import (
     BROKEN,
     LOADING,
@@ -17,6 +19,7 @@ from tests.ranks.launches import (
     alive,
     by_hand,
     ranks_of,
+    said_once,
     wait_for,
     written,
 )
@@ -25,26 +28,25 @@ from tests.ranks.launches import (
 @pytest.mark.long
 def test_ranks_with_other_arguments_are_told_apart_before_any_collective(flags, tmp_path):
     words = ["-m", "ltx2rt", *flags("--seed", 7)]
-    ended = [run.end() for run in by_hand(words, [*words[:-1], "8"])]
-    assert [status for status, _, _ in ended] == [2, 2] and not list(tmp_path.iterdir())
-    (line,) = [line for _, _, lines in ended for line in lines]
+    line = said_once(by_hand(words, [*words[:-1], "8"]))
     assert "ranks 0 and 1 have different arguments: --seed is 7 on rank 0, 8 on rank 1" in line
+    assert not list(tmp_path.iterdir())
 
 
-def test_a_port_in_use_is_named(flags):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
-        env |= {"RANK": "0", "LOCAL_RANK": "0"}
-        status, _, (line,) = Launch(["-m", "ltx2rt", *flags()], **env).end()
-    assert status == 2 and f"port {port} is in use" in line
+def test_a_port_in_use_is_named(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0"}
+        for name, value in where.items():
+            monkeypatch.setenv(name, value)
+        with refused(f"port {port} is in use; choose another port"):
+            rendezvous()
 
 
-def test_a_world_without_a_meeting_place_is_refused(flags):
-    status, _, (line,) = Launch(["-m", "ltx2rt", *flags()], WORLD_SIZE="2").end()
-    assert status == 2 and "WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT" in line
+def test_a_world_without_a_meeting_place_is_refused(flags, command, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, error = command(*flags())
+    assert status == 2 and "WORLD_SIZE is 2 without RANK, MASTER_ADDR, MASTER_PORT" in error
 
 
 OTHER_VERSION = """
@@ -60,10 +62,9 @@ sys.exit(main())
 @pytest.mark.long
 def test_ranks_of_other_versions_are_told_apart(flags, tmp_path):
     script = written(tmp_path, OTHER_VERSION)
-    ended = [run.end() for run in by_hand([str(script), *flags()])]
-    assert [status for status, _, _ in ended] == [2, 2] and list(tmp_path.iterdir()) == [script]
-    (line,) = [line for _, _, lines in ended for line in lines]
+    line = said_once(by_hand([str(script), *flags()]))
     assert "ranks 0 and 1 have different versions: ltx2rt is " in line and "9.9 on rank 1" in line
+    assert list(tmp_path.iterdir()) == [script]
 
 
 @pytest.mark.parametrize("found,status", [
@@ -107,12 +108,9 @@ def test_a_death_in_a_step_ends_all(flags, tmp_path, victim, number, status, mes
 @pytest.mark.long
 def test_an_exception_on_one_rank_is_shown_once_with_its_rank(flags, tmp_path):
     script = written(tmp_path, BROKEN)
-    ended = [run.end() for run in by_hand([str(script), "raise", *flags("--num-frames", 161)])]
-    left = {path.name for path in tmp_path.iterdir()} - {script.name}
-    assert [status for status, _, _ in ended] == [1, 1] and left == {"clip.mp4.part"}  # its steps
-    assert [line for _, _, lines in ended for line in lines] == [
-        "ltx2rt: error: rank 1: RuntimeError: a bad day"
-    ]
+    line = said_once(by_hand([str(script), "raise", *flags("--num-frames", 161)]), status=1)
+    assert line == "ltx2rt: error: rank 1: RuntimeError: a bad day"
+    assert {path.name for path in tmp_path.iterdir()} == {"clip.mp4.part", script.name}  # its steps
 
 
 @pytest.mark.slow

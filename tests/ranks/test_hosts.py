@@ -10,7 +10,8 @@ import pytest
 from ltx2rt_tpu.hosts import hosts
 
 from ltx2rt.errors import InputError
-from tests.ranks.launches import BROKEN, LOADING, Launch, hosts_by_hand, written
+from tests.conftest import refused
+from tests.ranks.launches import BROKEN, LOADING, hosts_by_hand, said_once, written
 
 ON_HOSTS = (*"--backend tpu --profile trillium --pipeline one-stage --no-audio --seed 7".split(),)
 
@@ -52,10 +53,7 @@ def test_hosts_that_cannot_work_together_are_told_once(flags, tmp_path):
         (single, single, "profile single has no mesh of 4 devices"),
     ):
         words = [["-m", "ltx2rt", *flags(*ON_HOSTS, *more)] for more in (first, second)]
-        ended = [run.end() for run in hosts_by_hand(*words)]
-        assert [status for status, _, _ in ended] == [2, 2] and not list(tmp_path.iterdir())
-        (line,) = [line for _, _, lines in ended for line in lines]
-        assert message in line
+        assert message in said_once(hosts_by_hand(*words)) and not list(tmp_path.iterdir())
 
 
 AGREEING = """
@@ -78,12 +76,10 @@ def test_hosts_meet_on_one_interface_and_agree_on_what_one_of_them_says():
 @pytest.mark.slow
 def test_an_exception_on_one_host_ends_all(flags, tmp_path):
     script = written(tmp_path, BROKEN)
-    ended = [run.end() for run in hosts_by_hand(*[[str(script), "raise", *flags(*ON_HOSTS)]] * 2)]
-    left = {path.name for path in tmp_path.iterdir()} - {script.name}
-    assert [status for status, _, _ in ended] == [1, 1] and left == {"clip.mp4.part"}  # its steps
-    assert [line for _, _, lines in ended for line in lines] == [
-        "ltx2rt: error: rank 1: RuntimeError: a bad day"
-    ]
+    words = [str(script), "raise", *flags(*ON_HOSTS)]
+    line = said_once(hosts_by_hand(words, words), status=1)
+    assert line == "ltx2rt: error: rank 1: RuntimeError: a bad day"
+    assert {path.name for path in tmp_path.iterdir()} == {"clip.mp4.part", script.name}  # its steps
 
 
 @pytest.mark.long
@@ -129,19 +125,19 @@ def test_environment_that_names_no_host_is_refused(environment, message):
         hosts(environment)
 
 
-def test_a_meeting_place_that_cannot_be_is_named(flags):
-    with socket.socket() as taken:
-        taken.bind(("", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+def test_a_meeting_place_that_cannot_be_is_named(monkeypatch):
+    from ltx2rt_tpu.distributed import join
+
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("JAX_NUM_PROCESSES", "2")
+        monkeypatch.setenv("JAX_PROCESS_ID", "0")
         for address, message in (
-            (f"127.0.0.1:{port}", "cannot listen there"),
+            (f"127.0.0.1:{taken.getsockname()[1]}", "cannot listen there"),
             ("127.0.0.1", "expected HOST:PORT"),
         ):
-            environment = {"JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "0"}
-            environment["JAX_COORDINATOR_ADDRESS"] = address
-            status, _, (line,) = Launch(["-m", "ltx2rt", *flags(*ON_HOSTS)], **environment).end()
-            assert status == 2 and f"JAX_COORDINATOR_ADDRESS {address}: {message}" in line
+            monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", address)
+            with refused(f"JAX_COORDINATOR_ADDRESS {address}: {message}"):
+                join()
 
 
 def test_tensor_neighbours_are_on_one_host():

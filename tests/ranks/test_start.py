@@ -6,7 +6,9 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
+from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.ranks import start as launcher
@@ -30,10 +32,6 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     assert made == ["clip.mp4", "latents.safetensors", "report.json"]
     assert json.loads(report.read_text())["mesh"] == {"tensor": 2}
 
-    from safetensors.numpy import load_file
-
-    from ltx2rt.backend import get_backend
-
     backend = get_backend("cuda", "cpu")
     session = Session(open_checkpoint(model), backend, ModelOptions("cuda", model), "float32")
     latent = load_file(latents)["video_latent"]
@@ -42,28 +40,31 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     tiles = tile_latents(latent, tiling)
     calls = ((Call("video-decoder", tile.shape), {"latent": tile}) for tile in tiles)
     frames = blend_tiles(session.each(calls, "frames"), tiling, backend.to_host)
-    how = {"num_frames": 161, "fps": Fraction(48)}
-    rate = session.config.vocoder.sample_rate
-    write_mp4(tmp_path / "one.mp4", frames, sample_rate=rate, **how)
+    how = {
+        "num_frames": 161,
+        "fps": Fraction(48),
+        "sample_rate": session.config.vocoder.sample_rate,
+    }
+    write_mp4(tmp_path / "one.mp4", frames, **how)
     assert (tmp_path / "one.mp4").read_bytes() == (tmp_path / "clip.mp4").read_bytes()
 
 
 @pytest.mark.slow
 def test_torchrun_does_the_same_as_num_gpus(flags, tmp_path):
     words = flags("--no-metadata", "--no-provenance", "--seed", 7)
-    run = Launch(["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ltx2rt", *words])
-    status, out, errors = run.end()
-    assert (status, errors) == (0, []) and out.count("\n") == 1
-    first = (tmp_path / "clip.mp4").read_bytes()
-    status, out, errors = Launch(["-m", "ltx2rt", *words, "--tp-size", "2"]).end()
-    assert (status, errors) == (0, []) and out.count("\n") == 1
-    assert (tmp_path / "clip.mp4").read_bytes() == first
+    torchrun, clips = ["-m", "torch.distributed.run", "--nproc-per-node", "2"], []
+    for command in (
+        [*torchrun, "-m", "ltx2rt", *words],
+        ["-m", "ltx2rt", *words, "--tp-size", "2"],
+    ):
+        status, out, errors = Launch(command).end()
+        assert (status, errors) == (0, []) and out.count("\n") == 1
+        clips.append((tmp_path / "clip.mp4").read_bytes())
+    assert clips[0] == clips[1]
 
 
 @pytest.mark.long
 def test_probe_under_ranks_writes_once(model, tmp_path):
-    from safetensors.numpy import load_file, save_file
-
     save_file({"steps": np.array([4], np.int32)}, tmp_path / "in.safetensors")
     words = "-m ltx2rt probe --backend cuda --device cpu --num-gpus 2 --component schedule".split()
     words += ["--model", str(model), "--inputs", str(tmp_path / "in.safetensors")]
@@ -93,12 +94,8 @@ def test_compiled_blocks_hold_their_collectives(flags, tmp_path):
 
 @pytest.mark.long
 def test_input_that_every_rank_refuses_is_refused_once(flags, tmp_path):
-    for more, message in (
-        (("--width", 101, "--num-gpus", 2), "expected an even number"),
-        (("--tp-size", 3), "tensor=3"),
-    ):
-        words = flags(*more)
-        status, out, (line,) = Launch(["-m", "ltx2rt", *words]).end()
+    for more, message in (("--width 101 --num-gpus 2", "even number"), ("--tp-size 3", "tensor=3")):
+        status, out, (line,) = Launch(["-m", "ltx2rt", *flags(*more.split())]).end()
         assert (status, out) == (2, "") and message in line and not list(tmp_path.iterdir())
 
 
@@ -140,8 +137,6 @@ def test_more_ranks_than_can_work_here_are_not_started(flags, command, monkeypat
 
 
 def test_on_one_device_every_rank_is_this_process():
-    from ltx2rt.backend import get_backend
-
     backend = get_backend("cuda", "cpu")
     assert backend.is_main and backend.num_processes == 1
     graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
