@@ -58,24 +58,20 @@ class TransformerConfig:
 
 
 @dataclass(frozen=True)
-class GemmaConfig:
-    """The text branch of Gemma 3."""
-
-    family: ClassVar[str] = "Gemma 3"
+class AnyGemma:
+    """The text branch of a Gemma: fields that every family has."""
 
     vocab_size: int
     hidden_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    num_heads: int  # in both kinds of layers
+    num_kv_heads: int  # Gemma 4: in sliding layers
+    head_dim: int  # Gemma 4: in sliding layers
     intermediate_size: int
     layer_is_sliding: tuple[bool, ...]
     sliding_window: int
     rope_theta: float  # full-attention layers
-    rope_scaling_factor: float  # full-attention layers: inverse frequencies are divided by it
     rope_local_theta: float  # sliding layers
-    query_scale: float  # query_pre_attn_scalar ** -0.5
     norm_eps: float
     pad_token_id: int
     eos_token_id: int
@@ -83,30 +79,23 @@ class GemmaConfig:
 
 
 @dataclass(frozen=True)
-class Gemma4Config:
-    """The text branch of Gemma 4, dense. Full-attention layers have heads of their own sizes and no
-    value projection: their values are their keys before norm and rotation."""
+class GemmaConfig(AnyGemma):
+    family: ClassVar[str] = "Gemma 3"
+
+    rope_scaling_factor: float  # full-attention layers: inverse frequencies are divided by it
+    query_scale: float  # query_pre_attn_scalar ** -0.5
+
+
+@dataclass(frozen=True)
+class Gemma4Config(AnyGemma):
+    """Dense. Full-attention layers have heads of their own sizes and no value projection: their
+    values are their keys before norm and rotation."""
 
     family: ClassVar[str] = "Gemma 4"
 
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int  # heads in both kinds of layers
-    num_kv_heads: int  # sliding layers
-    head_dim: int  # sliding layers
     full_num_kv_heads: int
     full_head_dim: int
-    intermediate_size: int
-    layer_is_sliding: tuple[bool, ...]
-    sliding_window: int
-    rope_theta: float  # full-attention layers
     rope_fraction: float  # full-attention layers: of their pairs, the share that is rotated
-    rope_local_theta: float  # sliding layers
-    norm_eps: float
-    pad_token_id: int
-    eos_token_id: int
-    bos_token_id: int
     # tokens of images, videos and sound; without these they embed as padding
     placeholder_ids: tuple[int, ...]
 

@@ -88,7 +88,7 @@ def text_configs(generation: str) -> tuple[GemmaConfig | Gemma4Config, TextConfi
     )  # fmt: skip
     if generation == "2.5":
         gemma = Gemma4Config(
-            50, 120, 2, 12, 6, 8, 1, 12, 96, (True, False), 3, 1e6, 0.25, 1e4, 1e-6, 0, 1, 2, ()
+            50, 120, 2, 12, 6, 8, 96, (True, False), 3, 1e6, 1e4, 1e-6, 0, 1, 2, 1, 12, 0.25, ()
         )
     video, audio = ((12, 8), (12, 4)) if new else ((30, 4), (30, 4))
     text = replace(

@@ -15,7 +15,7 @@ stage 1's clip.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -24,17 +24,14 @@ from typing import Any, NamedTuple
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
-from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
+from ltx2rt.models.geometry import Geometry, latent_frames
 from ltx2rt.pipelines.groups import NEW
-from ltx2rt.pipelines.groups.guidance import NEUTRAL
 from ltx2rt.pipelines.groups.images import Hdr, Images
 from ltx2rt.pipelines.groups.size import MAX_FPS, Size
 from ltx2rt.pipelines.groups.sound import Sounding
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.stages.conditioning import Anchor, Conditioning, Image, SeededSlot, Slot
-from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.given import GivenLatents
+from ltx2rt.stages.conditioning import Anchor, Conditioning, SeededSlot, Slot
 from ltx2rt.stages.inset import Cut
 from ltx2rt.stages.references import StageReference
 from ltx2rt.stages.refine import Refine
@@ -160,26 +157,14 @@ class DFR(Request):
         first, second = ((*others.of(stage), *loras.extra) for stage in ("stage1", "stage2"))
         keyframes = range(segment, frames, segment)
 
-        def steps(
-            kind: Callable[..., Stage], name: str, *how: Any, given: Any, **more: Any
-        ) -> list[Stage]:
-            more |= {"given": tuple(given), "rule": options.cross_timestep_rule}
-            return [
-                GivenLatents(name, more["given"]),
-                kind(name, *how, self.noise, NEUTRAL, **more),
-            ]
-
-        def beside(geometry: Geometry) -> list[Conditioning]:
-            return [*self.guides(geometry), *(Slot(frame, geometry) for frame in keyframes)]
-
-        given = [*beside(full), *self.seen(detailing, half, model)]
+        slots = [Slot(frame, half) for frame in keyframes]
+        given = [*(Slot(frame, full) for frame in keyframes), *self.seen(detailing, half, model)]
+        merged = (*second, *detailing)
         made = [
             *self.text,
-            *steps(
-                Denoise, "stage1", half, DISTILLED_SIGMAS, first, given=beside(half), sound=True
-            ),
+            *self.denoise("stage1", half, options, DISTILLED_SIGMAS, first, slots, sound=True),
             Upsample(half, self.num_videos, self.factor(model), len(keyframes)),
-            *steps(Denoise, "stage2", full, STAGE2_SIGMAS, (*second, *detailing), given=given),
+            *self.denoise("stage2", full, options, STAGE2_SIGMAS, merged, given),
         ]
         for number in range(1, self.temporal_upsample_rounds + 1):
             doubled = UpsampleTime(full, self.num_videos, round=number)
@@ -190,10 +175,9 @@ class DFR(Request):
                 own = replace(
                     full, frames=latent_frames(window.stop - window.start + 1, full.time_factor)
                 )
-                guides = self.guides(own, window.start, 2**number)
-                made += steps(
-                    Refine, f"round{number}_tile{i}", own, ROUND_SIGMAS, second,
-                    given=[*guides, *window.given(own, 2 * segment, doubled.name)],
+                made += self.seen_from(window, 2**number).denoise(
+                    f"round{number}_tile{i}", own, options, ROUND_SIGMAS, second,
+                    window.given(own, 2 * segment, doubled.name), Refine,
                     sampler="ancestral", eta=ROUND_ETA, streams=("video",), source=doubled.name,
                     start=window.start,
                     lead=(window.own - window.start) // full.time_factor + 1 if i else 0,
@@ -217,14 +201,11 @@ class DFR(Request):
             )
         return [StageReference("stage1", half, space)]
 
-    def guides(self, geometry: Geometry, start: int = 0, times: int = 1) -> list[Conditioning]:
-        """The request's images that are in a part of the clip, which begins at pixel frame `start`
-        and has `times` as many frames for one of the request's."""
-        last = pixel_frames(geometry.frames, geometry.time_factor) - 1
-        here = [replace(spec, frame=spec.frame * times - start) for spec in self.images]
-        return [
-            Image(spec, geometry, self.image_crf or 0) for spec in here if 0 <= spec.frame <= last
-        ]
+    def seen_from(self, window: Window, times: int) -> DFR:
+        """The request with its images in the window, at their frames of `times` as many."""
+        here = [replace(spec, frame=spec.frame * times - window.start) for spec in self.images]
+        last = window.stop - window.start
+        return replace(self, images=tuple(spec for spec in here if 0 <= spec.frame <= last))
 
 
 PIPELINE = DFR

@@ -207,9 +207,8 @@ class ICLora(Request):
         if self.paints:
             info, region = self._masked
             seen = given[0].source
-            source = RegionVideo(
-                seen.path, seen.geometry, seen.tiling, FLAG, seen.stride, region, "green", GREEN
-            )
+            own = seen.path, seen.geometry, seen.tiling, FLAG, seen.stride
+            source = RegionVideo(*own, region=region, fill="green", border=GREEN)
             given = [replace(given[0], source=source)]
             after = [Compose(replace(source, geometry=full, stride=1), region)]
             if info.has_sound and self.audio:

@@ -60,7 +60,8 @@ def recipe(
     unread = [field for field in found if field not in read and field not in given]
     if unread:
         note(f"left out, for the {name} pipeline does not read them: {', '.join(unread)}")
-    return _without({"pipeline": name} | found, [*given, *unread])
+    found = {"pipeline": name} | found
+    return {field: found[field] for field in found if field not in (*given, *unread)}
 
 
 def with_recipe(name: str | None, given: Mapping[str, Any], **sources: Any) -> dict[str, Any]:
@@ -69,10 +70,6 @@ def with_recipe(name: str | None, given: Mapping[str, Any], **sources: Any) -> d
     names = field_names(*pipelines().values())
     fields = {names.get(key, key) for key in given}
     return recipe(fields, name=name, **sources) | dict(given)
-
-
-def _without(found: Mapping[str, Any], left_out: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in found.items() if name not in left_out}
 
 
 def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:

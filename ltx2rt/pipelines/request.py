@@ -35,12 +35,7 @@ from ltx2rt.stages.duration import Duration
 from ltx2rt.stages.frames import decoding, video_decoder
 from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.inset import Cut, Inset
-from ltx2rt.stages.schedule import (
-    DISTILLED_SIGMAS,
-    STAGE2_SIGMAS,
-    from_level,
-    shifted_sigmas,
-)
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS, from_level, shifted_sigmas
 from ltx2rt.stages.segments import SegmentFile
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.source_sound import SourceSound
@@ -400,7 +395,7 @@ class Request:
     def denoise(
         self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray,
         loras: tuple[LoraSpec, ...],
-        given: Sequence[Conditioning] = (), **more: Any,
+        given: Sequence[Conditioning] = (), kind: type[Denoise] = Denoise, **more: Any,
     ) -> list[Stage]:  # fmt: skip
         """One denoising stage, after the encoding of what its groups and `given` condition it on.
         more: fields of `Denoise` in place of those of the groups; guidance: none by default."""
@@ -412,7 +407,7 @@ class Request:
             fields |= added
         fields |= {**more, "given": (*own, *given)}
         before: list[Stage] = [GivenLatents(name, fields["given"])] if fields["given"] else []
-        return [*before, Denoise(name, geometry, sigmas, loras, self.noise, **fields)]
+        return [*before, kind(name, geometry, sigmas, loras, self.noise, **fields)]
 
     def denoise_once(
         self, geometry: Geometry, options: ModelOptions, loras: Loras,
@@ -421,10 +416,9 @@ class Request:
         """The only denoising stage, which makes the sound as well. level: of noise, from which it
         starts. more: as of `denoise`."""
         merged = (*loras.of("stage1"), *loras.extra)
-        how = {"sound": True, **self.guiding, **more}
-        return self.denoise(
-            name, geometry, options, from_level(self.schedule, level), merged, given, **how
-        )
+        how: dict[str, Any] = {"sound": True, **self.guiding, **more}
+        sigmas = from_level(self.schedule, level)
+        return self.denoise(name, geometry, options, sigmas, merged, given, **how)
 
     def in_two_passes(
         self, model: ModelConfig, options: ModelOptions, loras: Loras,
@@ -437,11 +431,9 @@ class Request:
         place of these; both: of both. sound: whether there is any to decode."""
         assert loras.distilled or self.distilled != "needed", "the request is not resolved"
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        one: dict[str, Any]
-        two: dict[str, Any]
         early = loras.extra if self.distilled == "optional" else ()
-        one = {"sigmas": self.schedule, "loras": (*loras.of("stage1"), *early), **self.guiding}
-        two = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), *loras.extra)}
+        one: Any = {"sigmas": self.schedule, "loras": (*loras.of("stage1"), *early), **self.guiding}
+        two: Any = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), *loras.extra)}
         return [
             *self.text,
             *self.denoise("stage1", half, options, **{**one, **both, **first}),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +31,7 @@ from ltx2rt.models.geometry import (
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import State
+from ltx2rt.stages.stage import MODALITIES, State
 from ltx2rt.weights.files import TensorFile
 
 
@@ -56,6 +57,11 @@ class ReferenceSpec:
 
     path: Path
     strength: float = 1.0
+
+
+def one_frame(geometry: Geometry) -> tuple[int, ...]:
+    """Shape of the latents of one frame."""
+    return replace(geometry, frames=1).video_shape
 
 
 @dataclass(frozen=True)
@@ -105,8 +111,7 @@ class Still(Conditioning):
     append: bool = field(default=False, kw_only=True)
 
     def blank(self) -> Tokens:
-        g = self.geometry
-        return self.tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
+        return self.tokens(np.zeros(one_frame(self.geometry), np.float32))
 
     def tokens(self, latent: np.ndarray) -> Tokens:
         """latent: f32[1, C, 1, h, w], normalised."""
@@ -151,8 +156,8 @@ class LatentImage(Still):
     stage: str
 
     def check(self, session: Session) -> list[str]:
-        file, g = TensorFile(self.file), self.geometry
-        name, expected = self._name(file), [1, g.video_channels, 1, g.rows, g.columns]
+        file = TensorFile(self.file)
+        name, expected = self._name(file), list(one_frame(self.geometry))
         if name is None:
             held = ", ".join(file.names()) or "none"
             raise InputError(
@@ -183,7 +188,7 @@ def image_tokens(
 ) -> Tokens:
     """latent: [1, C, 1, h, w], normalised. strength: 1 keeps it exactly, 0 ignores it. At frame 0
     it replaces the first latent frame, unless `append`. Raises ValueError."""
-    expected = (1, geometry.video_channels, 1, geometry.rows, geometry.columns)
+    expected = one_frame(geometry)
     if latent.shape != expected:
         raise ValueError(f"image latent: shape {list(latent.shape)}, expected {list(expected)}")
     positions = keyframe_positions(geometry, frame) if frame or append else None
@@ -235,8 +240,7 @@ class Anchor(Conditioning):
     strength: float
 
     def blank(self) -> Tokens:
-        g = self.geometry
-        return self._tokens(np.zeros((1, g.video_channels, 1, g.rows, g.columns), np.float32))
+        return self._tokens(np.zeros(one_frame(self.geometry), np.float32))
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
         return self._tokens(state.keyframes[self.of])
@@ -320,55 +324,34 @@ class ModalityState:
         return tokens[..., : self.num_target_tokens, :]
 
 
-def video_state(
+def modality_state(
+    modality: str,
     geometry: Geometry,
     given: Sequence[Tokens] = (),
     mask: np.ndarray | None = None,
     source: np.ndarray | None = None,
 ) -> ModalityState:
-    """mask: f32[targets] and source: [1, C, f, h, w] where the clip is partly given, else all of it
-    is generated. given: as `_state` applies it."""
+    """mask: f32[targets] and source: [1, C, f, h, w] or [1, 8, n, 16] where the clip is partly
+    given, else all of it is generated. Of given, in order, ones without positions overwrite tokens,
+    others are appended."""
     g = geometry
-    latents = None if source is None else pack_video(source)
-    marked = g.num_video_tokens // max(g.frames, 1)
-    return _state(video_positions(g), g.video_channels, given, mask, latents, marked)
-
-
-def audio_state(
-    geometry: Geometry,
-    given: Sequence[Tokens] = (),
-    mask: np.ndarray | None = None,
-    source: np.ndarray | None = None,
-) -> ModalityState:
-    """mask: f32[targets] and source: [1, 8, n, 16] where the sound is partly given, else all of it
-    is generated. given: as `_state` applies it."""
-    g = geometry
-    latents = None if source is None else pack_audio(source)
-    return _state(audio_positions(g), g.audio_channels * g.audio_mel, given, mask, latents)
-
-
-def _state(
-    target: np.ndarray,
-    channels: int,
-    given: Sequence[Tokens],
-    mask: np.ndarray | None,
-    source: np.ndarray | None,
-    marked: int = 0,
-) -> ModalityState:
-    """Apply the conditionings in order: ones without positions overwrite tokens, others are
-    appended. target: positions; the first `marked` are a keyframe's."""
+    if modality == "video":
+        target, channels, pack = video_positions(g), g.video_channels, pack_video
+    else:
+        target, channels, pack = audio_positions(g), g.audio_channels * g.audio_mel, pack_audio
     targets = target.shape[1]
     clean = [np.zeros((1, targets, channels), np.float32)]
     masks = [np.ones((1, targets, 1), np.float32)]
     if source is not None:
-        clean[0] = source.astype(np.float32)
+        clean[0] = pack(source).astype(np.float32)
         if clean[0].shape != (1, targets, channels):
             expected = [1, targets, channels]
-            raise ValueError(f"source latents: {list(source.shape)} tokens, expected {expected}")
+            raise ValueError(f"source latents: {list(source.shape)}, expected tokens {expected}")
     if mask is not None:
         masks[0] = mask.astype(np.float32).reshape(1, -1, 1)
     positions, keyframes = [target], [np.zeros(targets, np.float32)]
-    keyframes[0][:marked] = 1
+    if modality == "video":
+        keyframes[0][: targets // max(g.frames, 1)] = 1
     weights, slots, starts, end = [], {}, {}, targets
     for item in given:
         count = item.clean.shape[1]
@@ -391,3 +374,6 @@ def _state(
     return ModalityState(
         *together, targets, np.concatenate(keyframes), tuple(weights), slots, starts
     )
+
+
+video_state, audio_state = (partial(modality_state, m) for m in MODALITIES)

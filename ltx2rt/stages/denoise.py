@@ -27,7 +27,7 @@ from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.conditioning import Conditioning, ModalityState, Tokens, audio_state, video_state
+from ltx2rt.stages.conditioning import Conditioning, ModalityState, Tokens, modality_state
 from ltx2rt.stages.kept_steps import KeptSteps
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.relay import Relay
@@ -168,10 +168,9 @@ class Denoise(Stage):
         self, given: Sequence[Tokens], source: Mapping[str, np.ndarray]
     ) -> dict[str, ModalityState]:
         found = {}
-        for m, of in (("video", video_state), ("audio", audio_state)):
-            if m in self.streams:
-                own = [tokens for tokens in given if tokens.modality == m]
-                found[m] = of(self.geometry, own, self.masks.get(m), source.get(m))
+        for m in self.streams:
+            own = [tokens for tokens in given if tokens.modality == m]
+            found[m] = modality_state(m, self.geometry, own, self.masks.get(m), source.get(m))
         return found
 
     @cached_property
@@ -372,12 +371,10 @@ class Denoise(Stage):
         for m in self.made:
             tokens = self.blank[m].shape[1:]
             noise = np.zeros((len(plan), self.num_videos, *tokens), np.float32)
-            read = {
-                s: self.noise.draw(f"{self.name}.{m}.{s}", (n, *tokens))
-                for s, n in plan.streams.items()
-            }
-            # a file's may lack videos
-            drawn = {s: x.reshape(self.num_videos, -1, *tokens) for s, x in read.items()}
+            drawn = {}
+            for s, n in plan.streams.items():  # a file's may lack videos
+                read = self.noise.draw(f"{self.name}.{m}.{s}", (n, *tokens))
+                drawn[s] = read.reshape(self.num_videos, -1, *tokens)
             for i, draw in enumerate(plan.draws):
                 if draw is not None:
                     noise[i] = drawn[draw.name][:, draw.row]
@@ -398,13 +395,10 @@ class Denoise(Stage):
                 continue
             # a step's two points; what is evaluated at the end is the stage's result
             m, kind = name.split(".")
-            middle = {"steps": "mid", "x0": "x0_mid"}[kind]
-            odd, even = values[1::2], values[: len(values) // 2 * 2 : 2]
-            yield from (
-                ((name, odd), (f"{m}.mid", even))
-                if kind == "steps"
-                else ((name, even), (f"{m}.{middle}", odd))
-            )
+            points = values[: len(values) // 2 * 2 : 2], values[1::2]
+            middle, own = points if kind == "steps" else points[::-1]
+            yield name, own
+            yield f"{m}.mid" if kind == "steps" else f"{m}.x0_mid", middle
 
 
 def within(steps: int, interval: tuple[float, float]) -> np.ndarray:

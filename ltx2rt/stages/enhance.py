@@ -123,21 +123,16 @@ class Enhancer:
             )
         if self.tokenizer is None:
             raise InputError(f"{flag}: {self.folder} has no tokenizer; download it again")
-        if self.kind == FILE:
-            self._check_sees(flag, image, False)
-            return
         files = [TensorFile(path) for path in sorted(self.folder.glob("*.safetensors"))]
-        names = [name for file in files for name in file.names()]
-        if "quantization_config" in read_json(self.folder / "config.json") or any(
-            isinstance(file.info(name), Packed) for file in files for name in file.names()
+        names = [(file, name) for file in files for name in file.names()]
+        if self.kind != FILE and (
+            "quantization_config" in read_json(self.folder / "config.json")
+            or any(isinstance(file.info(name), Packed) for file, name in names)
         ):
             raise InputError(
                 f"{flag}: the Gemma in {self.folder} is quantised; pass a bfloat16 one"
             )
-        blind = self.kind in GEMMA4 or self.kind == "gemma3_text"
-        self._check_sees(flag, image, not blind and any("vision_tower." in name for name in names))
-
-    def _check_sees(self, flag: str, image: Path | None, sees: bool) -> None:
+        sees = self.kind == "gemma3" and any("vision_tower." in name for _, name in names)
         if image and not sees:
             raise InputError(
                 f"{flag}: the Gemma in {self.folder} sees no images; pass a Gemma 3 folder with "

@@ -8,7 +8,7 @@ clip's.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -171,12 +171,11 @@ def near(mask: np.ndarray, radius: int) -> np.ndarray:
 class RegionVideo(SourceVideo):
     """A file's frames as its region's model sees them. fill: of FILLS; border: its colour."""
 
-    region: Region | None = None
+    region: Region = field(kw_only=True)
     fill: str = "mean"
     border: np.ndarray | None = None
 
     def pictures(self) -> Iterator[np.ndarray]:
-        assert self.region is not None
         seen = self.region.filled(self.shown(), self.fill, self.border)
         read = enumerate(lasting(seen, self.num_frames))
         return (pixels for i, pixels in read if i == 0 or (i - 1) % self.stride == 0)

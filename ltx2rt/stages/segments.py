@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import islice, pairwise, takewhile
 from pathlib import Path
@@ -191,15 +191,13 @@ class ContinuedSound(Sound):
     the seam depend on, so that the clip sounds as if the vocoder had run once over all of it.
     """
 
-    past: Past | None = None
+    past: Past = field(kw_only=True)
 
     def vocoded(self, model: ModelConfig) -> int:
-        assert self.past is not None
         return self._lead(model)[0] + super().vocoded(model) - self.past.cut
 
     def _lead(self, model: ModelConfig) -> tuple[int, int]:
         """Mel frames that the vocoder is given, and the last of them that are new."""
-        assert self.past is not None
         most = self.past.passed + self.past.cut
         back, ahead = vocoder.reach(model.vocoder) or (most, 0)
         ahead = min(ahead, max(self.past.cut - 1, 0))
@@ -210,7 +208,6 @@ class ContinuedSound(Sound):
     ) -> tuple[np.ndarray, np.ndarray]:
         """The mel of the segment, and the waveform from its first frame on."""
         past, config = self.past, session.config
-        assert past is not None
         old, new = past.mel(), decode_mel(session, latent, finished)[:, :, past.cut :]
         lead, ahead = self._lead(config)
         waveform = vocode(session, np.concatenate([old[:, :, -lead:], new], 2), finished)[0]
@@ -227,8 +224,8 @@ class ContinuedSound(Sound):
 class PartOfSound(SourceSound):
     """The latents of a longer sound, which reports missing parts, from `since_s` on."""
 
-    longer: SourceSound | None = None
-    since_s: Fraction = Fraction(0)
+    longer: SourceSound = field(kw_only=True)
+    since_s: Fraction = field(kw_only=True)
 
     @classmethod
     def of(cls, stage: SourceSound, longer: SourceSound, start_s: Fraction) -> PartOfSound:
@@ -238,7 +235,6 @@ class PartOfSound(SourceSound):
 
     @property
     def read(self) -> tuple[np.ndarray, int]:
-        assert self.longer is not None
         waveform, rate = self.longer.read
         first, size = round(self.since_s * rate), round(self.clip_s * rate)
         heard = waveform[:, first : first + size]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -39,13 +39,23 @@ def _parsed(path: Path | Asset, as_it_is: tuple[int, ...]) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_buffer(path.read_bytes())
+        tokenizer = Tokenizer.from_buffer(path.read_bytes())
     except InputError:
         raise
     except Exception as error:  # the library raises bare Exception for every fault of the file
         raise InputError(
             f"{path}: not a readable tokenizer.json ({error}); restore the Gemma folder"
         ) from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """Token ids of the stripped prompt, BOS first."""
+    ids = tokenizer.encode(prompt.strip()).ids
+    bos: list[Any] = [tokenizer.token_to_id("<bos>")]
+    return ids if ids[:1] == bos else bos + ids
 
 
 def tokenize(
@@ -58,22 +68,18 @@ def tokenize(
     `<pad>`, or `<eos>` where there is none. Raises InputError if the file is no Gemma tokenizer.
     """
     tokenizer = _tokenizer(tokenizer_json)
-    bos_id = tokenizer.token_to_id("<bos>")
     pad_id = next(
         (i for t in ("<pad>", "<eos>") if (i := tokenizer.token_to_id(t)) is not None), None
     )
-    if bos_id is None or pad_id is None:
+    if tokenizer.token_to_id("<bos>") is None or pad_id is None:
         raise InputError(
             f"{tokenizer_json}: has no <bos> or no <pad>, so it is not Gemma's; restore the Gemma "
             "folder"
         )
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
     ids = np.full((len(prompts), length), pad_id, np.int32)
     mask = np.zeros((len(prompts), length), np.int32)
     for row, prompt in enumerate(prompts):
-        tokens = tokenizer.encode(prompt.strip()).ids
-        tokens = (tokens if tokens[:1] == [bos_id] else [bos_id, *tokens])[:length]
+        tokens = _ids(tokenizer, prompt)[:length]
         ids[row, length - len(tokens) :] = tokens
         mask[row, length - len(tokens) :] = 1
     return ids, mask
@@ -95,8 +101,4 @@ def check_vocabulary(tokenizer_json: Path | Asset, size: int) -> None:
 
 def count_tokens(tokenizer_json: Path | Asset, prompt: str) -> int:
     """Tokens of the prompt before truncation, BOS included. Raises InputError."""
-    tokenizer = _tokenizer(tokenizer_json)
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    ids = tokenizer.encode(prompt.strip()).ids
-    return len(ids) + (ids[:1] != [tokenizer.token_to_id("<bos>")])
+    return len(_ids(_tokenizer(tokenizer_json), prompt))

@@ -59,7 +59,7 @@ def main_file(model):
 
 @pytest.mark.parametrize("flags, message", [
     ("--width 97", "the nearest are 96 and 98 px"),
-    ("--width 62 --pipeline one-stage", "the nearest is 64 px"),
+    ("--width 62 --pipeline one-stage", "the nearest are 64 and 66 px"),
     ("--num-frames 16", "the nearest are 9 and 17 frames"),
     ("--steps 0", "--steps: 0, expected 1 to 10000"),
     ("--steps many", "--steps: 'many', expected a whole number"),

@@ -175,7 +175,7 @@ def test_padding_changes_nothing(generation, mask, scale):
 def gemma_config(num_layers: int = STATES - 1) -> GemmaConfig:
     sliding = tuple(i % 2 == 0 for i in range(num_layers))
     return GemmaConfig(
-        31, HIDDEN, num_layers, 4, 2, 8, 44, sliding, 6, 1e6, 8.0, 1e4, 0.3, 1e-6, 0, 1, 2
+        31, HIDDEN, num_layers, 4, 2, 8, 44, sliding, 6, 1e6, 1e4, 1e-6, 0, 1, 2, 8.0, 0.3
     )
 
 

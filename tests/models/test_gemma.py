@@ -88,7 +88,7 @@ def test_the_graph_reads_exactly_the_text_branch(model):
 def test_full_size_has_626_tensors_and_11_766_034_176_parameters():
     sliding = tuple(i % 6 != 5 for i in range(48))
     config = GemmaConfig(
-        262208, 3840, 48, 16, 8, 256, 15360, sliding, 1024, 1e6, 8.0, 1e4, 1 / 16, 1e-6, 0, 1, 2
+        262208, 3840, 48, 16, 8, 256, 15360, sliding, 1024, 1e6, 1e4, 1e-6, 0, 1, 2, 8.0, 1 / 16
     )
     specs = gemma.trace(config, 2, 1024, "bfloat16").parameters().values()
     assert (len(specs), sum(prod(spec.shape) for spec in specs)) == (626, 11_766_034_176)

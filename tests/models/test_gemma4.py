@@ -133,8 +133,8 @@ def test_each_known_mistake_shows_in_this_model(expected, mistake):
 
 
 RELEASED = Gemma4Config(
-    262144, 3840, 48, 16, 8, 256, 1, 512, 15360, tuple(i % 6 != 5 for i in range(48)), 1024, 1e6, 0.25, 1e4, 1e-6,
-    0, 1, 2, (258880, 258881, 258884),
+    262144, 3840, 48, 16, 8, 256, 15360, tuple(i % 6 != 5 for i in range(48)), 1024, 1e6, 1e4, 1e-6,
+    0, 1, 2, 1, 512, 0.25, (258880, 258881, 258884),
 )  # fmt: skip
 
 

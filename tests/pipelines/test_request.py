@@ -82,7 +82,7 @@ def test_newer_models_and_distilled_have_their_own_defaults():
 BAD = {
     "width": (dict(width=101),
               "--width: 101, expected an even number from 64 on; the nearest are 100 and 102 px"),
-    "small height": (dict(height=32), "the nearest is 64 px"),
+    "small height": (dict(height=32), "the nearest are 64 and 66 px"),
     "frames": (dict(num_frames=120),
                "--num-frames: 120, expected 8*k + 1; the nearest are 113 and 121 frames"),
     "no frames": (dict(num_frames=0), "the nearest are 1 and 9 frames"),

@@ -88,13 +88,8 @@ class Pixels(Group):
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         for side, value in (("--width", request.width), ("--height", request.height)):
-            if value < self.least or value % 2:
-                low = max(value // 2 * 2, self.least)
-                raise InputError(
-                    f"{side}: {value}, expected an even number from {self.least} on; the nearest "
-                    f"{'is' if value < self.least else f'are {low} and'} "
-                    f"{low if value < self.least else low + 2} px"
-                )
+            rule = f"an even number from {self.least} on"
+            check_step(side, value, 2, self.least, "px", rule)
         return {}
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:

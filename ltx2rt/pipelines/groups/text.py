@@ -61,7 +61,12 @@ class NegativePrompt(Group):
 @dataclass(frozen=True)
 class PromptsByTime(Group):
     prompt_at: tuple[PromptSpan, ...] = flag(
-        (), "texts for ranges in seconds or %", parse_span, metavar="START:END=TEXT", repeat=True
+        (),
+        "texts for ranges in seconds or %",
+        parse_span,
+        metavar="START:END=TEXT",
+        expects='START:END=TEXT, such as 0:2.5="it rains" or 50%:100%="the sun"',
+        repeat=True,
     )
     prompt_softness: float = flag(
         0.001, "softness of the ranges of --prompt-at, 1 for no bounds", above=0, most=1
