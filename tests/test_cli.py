@@ -8,25 +8,22 @@ import sys
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ltx2rt import cli
 from ltx2rt.atomic_file import NotWritten
 from ltx2rt.commands import devices, generate
 from ltx2rt.errors import InputError
+from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.run.files import Files
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
+from tests.conftest import run_cli
 
 MINIMAL = [*"generate --backend cuda --model m --prompt".split(), "a cat", "--output", "o.mp4"]
-
-
-def run(*argv):
-    return subprocess.run(
-        [sys.executable, "-m", "ltx2rt.cli", *argv], capture_output=True, text=True
-    )
 
 
 def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
@@ -40,13 +37,11 @@ def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
 
 
 def test_help_imports_nothing_heavy():
-    code = (
-        "import sys\nfrom ltx2rt import cli\ncli.parser().format_help()\n"
-        "heavy = {'numpy', 'torch', 'jax', 'av', 'PIL', 'tokenizers', 'transformers', 'tqdm', "
-        "'safetensors'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    heavy = {*"numpy torch jax av PIL tokenizers transformers tqdm safetensors".split()}
+    code = "import sys\nfrom ltx2rt import cli\ncli.parser().format_help()\n"
+    code += f"sys.exit(str({heavy} & {{*sys.modules}} or ''))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stderr.strip() == ""
 
 
 def test_an_interrupt_during_the_first_imports_is_one_line():
@@ -63,31 +58,23 @@ def test_an_interrupt_during_the_first_imports_is_one_line():
 
 def test_a_request_without_flags_has_only_defaults():
     args = cli.parser().parse_args(MINIMAL)
-    assert generate.asked(args) == (
-        ModelOptions("cuda", Path("m")),
-        TwoStage("a cat"),
-        Files(outputs=(Path("o.mp4"),)),
-    )
+    request, files = TwoStage("a cat"), Files(outputs=(Path("o.mp4"),))
+    assert generate.asked(args) == (ModelOptions("cuda", Path("m")), request, files)
 
 
 def test_every_flag_arrives():
-    text = (
-        "--negative-prompt n --pipeline one-stage --text-encoder g --upsampler u "
-        "--temporal-upsampler v"
-        " --distilled-lora d:0.5 --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial --lora-mode unmerged"
-        " --width 64 --height 96 --num-frames 9 --fps 23.976 --steps 2"
-        " --seed 5 --num-videos 2 --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 "
-        "--audio-cfg 2"
-        " --video-stg 3 --audio-stg 4 --video-modality 5 --audio-modality 6 --video-rescale 7"
-        " --audio-rescale 8 --stg-blocks 1,2 --guidance-interval 0.2 0.9"
-        " --audio-from stage1 --cross-timestep-rule B --dtype float32 --device cpu"
-        " --vae-tiling off --layers unrolled --compile --warmup "
-        "--max-memory 3.5"
-        " --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion"
-        " --weights-dtype float8 --auto-duration 2 3 --num-generated-keyframes 3"
-        " --noise-in ni --latents-out lo --report r --no-audio --no-metadata --no-provenance"
-        " --enhance-prompt --enhance-seed 6 --enhanced-prompt t --offline"
-    )
+    text = """
+        --negative-prompt n --pipeline one-stage --text-encoder g --upsampler u --temporal-upsampler v
+        --distilled-lora d:0.5 --lora a b:2 --lora c:0.5:stage2 --lora-allow-partial --lora-mode unmerged
+        --width 64 --height 96 --num-frames 9 --fps 23.976 --steps 2 --seed 5 --num-videos 2
+        --image i.png:0 j.png:8:0.5 --image-crf 0 --video-cfg 1 --audio-cfg 2 --video-stg 3 --audio-stg 4
+        --video-modality 5 --audio-modality 6 --video-rescale 7 --audio-rescale 8 --stg-blocks 1,2
+        --guidance-interval 0.2 0.9 --audio-from stage1 --cross-timestep-rule B --dtype float32
+        --device cpu --vae-tiling off --layers unrolled --compile --warmup --max-memory 3.5
+        --video-vae vv --audio-vae av --duration-head dh --video-decoder diffusion --weights-dtype float8
+        --auto-duration 2 3 --num-generated-keyframes 3 --noise-in ni --latents-out lo --report r
+        --no-audio --no-metadata --no-provenance --enhance-prompt --enhance-seed 6 --enhanced-prompt t
+        --offline"""
     options = ModelOptions(
         "cuda", Path("m"), Path("g"), Path("vv"), Path("av"), Path("u"), Path("v"), Path("dh"),
         LoraSpec(Path("d"), 0.5),
@@ -104,15 +91,10 @@ def test_every_flag_arrives():
         video_stg=3, audio_stg=4, video_modality=5, audio_modality=6, video_rescale=7,
         audio_rescale=8, stg_blocks=(1, 2), audio_from="stage1",
     )  # fmt: skip
-    files = Files(
-        outputs=(Path("o.mp4"),), warmup=True, latents_out=Path("lo"), report=Path("r"), metadata=False,
-        provenance=False,
-    )  # fmt: skip
-    assert generate.asked(cli.parser().parse_args(MINIMAL + text.split())) == (
-        options,
-        request,
-        files,
-    )
+    outputs = {"outputs": (Path("o.mp4"),), "latents_out": Path("lo"), "report": Path("r")}
+    files = Files(**outputs, warmup=True, metadata=False, provenance=False)
+    found = generate.asked(cli.parser().parse_args(MINIMAL + text.split()))
+    assert found == (options, request, files)
 
 
 @pytest.mark.parametrize("raised,status,shown", [
@@ -136,10 +118,9 @@ def test_every_failure_is_one_line_and_a_status(monkeypatch, capsys, raised, sta
 
 
 def test_devices_are_counted_with_the_profile_they_get():
-    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "ltx2rt", "devices"], env=env, capture_output=True, text=True
-    )
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=3"}
+    argv = [sys.executable, "-m", "ltx2rt", "devices"]
+    ran = subprocess.run(argv, env=os.environ | flags, capture_output=True, text=True)
     (line,) = (line for line in ran.stdout.splitlines() if line.startswith("tpu: "))
     assert line.startswith("tpu: 3 x CPU (cpu), ") and " GiB free, profile cpu" in line
     assert ", jax " in line
@@ -157,34 +138,22 @@ def test_profile_shown_for_devices(kind, count, expected):
 
 
 def test_compare_prints_json_on_stdout(tmp_path):
-    import numpy as np
-
-    from ltx2rt.media.mp4 import write_mp4
-
-    frames = np.zeros((9, 32, 32, 3), np.uint8)
-    write_mp4(tmp_path / "a.mp4", [frames], num_frames=9, fps=Fraction(24))
-    done = run("compare", str(tmp_path / "a.mp4"), str(tmp_path / "a.mp4"), "--json")
-    assert done.returncode == 0 and done.stderr == ""
-    assert json.loads(done.stdout)["psnr_db"] == 200
+    frames, path = np.zeros((9, 32, 32, 3), np.uint8), tmp_path / "a.mp4"
+    write_mp4(path, [frames], num_frames=9, fps=Fraction(24))
+    status, out, err = run_cli(["compare", str(path), str(path), "--json"])
+    assert (status, err) == (0, "") and json.loads(out)["psnr_db"] == 200
 
 
-def test_no_command_is_bad_input():
-    assert run().returncode == 2
-    assert run("weights").returncode == 2
-
-
-def test_an_unknown_flag_refers_to_the_help_of_its_command():
-    assert "see `ltx2rt generate --help`" in run("generate", *MINIMAL[1:], "--bad").stderr
-    assert "see `ltx2rt weights inspect --help`" in run("weights", "inspect", "x", "--bad").stderr
+def test_no_command_and_unknown_flags_are_bad_input():
+    assert run_cli([])[0] == run_cli(["weights"])[0] == 2
+    for words, help in (MINIMAL, "generate"), (["weights", "inspect", "x"], "weights inspect"):
+        status, _, stderr = run_cli([*words, "--bad"])
+        assert status == 2 and f"see `ltx2rt {help} --help`" in stderr
 
 
 @pytest.mark.parametrize("flag", ["--num-frames", "--fps", "--model"])
-def test_endless_input_is_not_echoed_whole(flag, capsys):
-    try:
-        status = cli.main([*MINIMAL, flag, "9" * 100_000])
-    except SystemExit as end:
-        status = end.code
-    error = capsys.readouterr().err
+def test_endless_input_is_not_echoed_whole(flag):
+    status, _, error = run_cli([*MINIMAL, flag, "9" * 100_000])
     assert status == 2 and error.count("\n") == 1 and 100 < len(error) < 3000
 
 

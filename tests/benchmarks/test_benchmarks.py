@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tarfile
 from contextlib import contextmanager
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -16,17 +18,8 @@ import pytest
 import torch
 from ltx2rt_cuda.ops import WITH_KERNEL
 
-from benchmarks import (
-    cold_start,
-    collectives,
-    end_to_end,
-    kernels,
-    load,
-    measure,
-    peer,
-    random_weights,
-    step,
-)
+from benchmarks import cold_start, collectives, end_to_end, kernels, load, measure, peer, step
+from benchmarks.random_weights import LARGE, RandomBackend, empty_checkpoint, random_session
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.models import video_vae
@@ -68,9 +61,8 @@ QUOTED = [  # document, how the line begins, result, where in it the figure is, 
 @pytest.mark.parametrize(("document", "line", "result", "key", "digits"), QUOTED)
 def test_documents_quote_the_recorded_figures(document, line, result, key, digits):
     root = ON_GPU.parents[1]
-    figure = json.loads((root / "benchmarks" / "results" / f"{result}.json").read_text())
-    for name in key.split("."):
-        figure = figure[name]
+    results = json.loads((root / "benchmarks" / "results" / f"{result}.json").read_text())
+    figure = reduce(getitem, key.split("."), results)
     text = (root / "docs" / f"{document}.md").read_text().splitlines()
     (said,) = [row for row in text if row.startswith(f"| {line}")]
     assert f"{figure:.{digits}f}" in said
@@ -277,9 +269,7 @@ def test_a_race_that_is_cut_off_leaves_the_cases_it_had(tmp_path, monkeypatch):
     assert len(json.loads(written.read_text())["cases"]) == 1
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.torch.jit.script_method:DeprecationWarning"
-)  # torch's own import of inductor
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")  # of inductor
 @pytest.mark.slow
 def test_plain_ops_are_raced_compiled_too():
     facts = kernels.main([*TINY_SIZE, "--rounds", "1", "--ops", "pixel_norm_silu"])
@@ -346,7 +336,7 @@ def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
 
 
 def test_the_peer_holds_no_copy_of_our_weights():
-    with random_weights.random_session("tiny-2.0", device="cpu") as session:
+    with random_session("tiny-2.0", device="cpu") as session:
         held = peer.Peer(session, make_plan(session, TINY_REQUEST))
     sets = [kept.weights for kept in session.weights.held.values()]
     ours = {x.untyped_storage().data_ptr() for weights in sets for x in weights.values()}
@@ -360,18 +350,12 @@ def test_the_peer_holds_no_copy_of_our_weights():
     ("ncclDevKernel_AllGather_RING_LL(...)", "all-gather"),
     ("nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NNT", "GEMM"),
     ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64", "GEMM"),
-    (
-        "void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>",
-        "GEMM",
-    ),
+    ("void cutlass::Kernel2<cutlass_80_wmma_tensorop_bf16_s161616gemm_bf16_16x16_128x2_tn_align8>", "GEMM"),
     ("sm90_xmma_fprop_implicit_gemm_bf16bf16_bf16f32_f32_nhwckrsc_nhwc", "convolution"),
     ("void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<128, 128, 64>>", "attention"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_3_64x128x128", "attention"),
     ("fmha_cutlassF_bf16_aligned_64x64_rf_sm80(...)", "attention"),
-    (
-        "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>",
-        "pointwise",
-    ),
+    ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float>>", "pointwise"),
     ("triton_poi_fused_add_mul_0", "pointwise"),
     ("Memcpy DtoH (Device -> Pinned)", "transfer"),
 ])  # fmt: skip
@@ -472,9 +456,8 @@ def test_first_gpu_call_runs_all_of_its_parts_at_toy_sizes(call, results, tmp_pa
 def test_on_gpu_tests_that_are_cut_off_leave_their_results(tmp_path):
     """Deaf to interrupts, as a job in the background is."""
     endless = tmp_path / "test_endless.py"
-    endless.write_text(
-        "import time\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): time.sleep(600)\n"
-    )
+    bodies = {"a": "pass", "b": "assert 0", "c": "__import__('time').sleep(600)"}
+    endless.write_text("".join(f"def test_{name}(): {body}\n" for name, body in bodies.items()))
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     done = on_gpu(tmp_path, "tests", str(endless), LIMIT_S="10")
     signal.signal(signal.SIGINT, handler)
@@ -484,9 +467,7 @@ def test_on_gpu_tests_that_are_cut_off_leave_their_results(tmp_path):
     assert suite.get("failures") == "1" and "test_a PASSED" in (tmp_path / "tests.txt").read_text()
 
 
-def on_gpu(
-    out: Path, *arguments: str, script: Path = ON_GPU, **settings: str
-) -> subprocess.CompletedProcess[str]:
+def on_gpu(out: Path, *arguments: str, script: Path = ON_GPU, **settings: str):
     env = {"PYTHON": sys.executable, "OUT": str(out), "COMMIT": "abc1234", "OMP_NUM_THREADS": "1"}
     env = os.environ | env | settings
     return subprocess.run([script, *arguments], env=env, capture_output=True, text=True)
@@ -521,10 +502,10 @@ def test_on_gpu_names_the_parts_that_it_has():
         assert ON_GPU.with_name(f"{name}.py").exists(), name
 
 
-@pytest.mark.parametrize("large", [0, random_weights.LARGE])
+@pytest.mark.parametrize("large", [0, LARGE])
 def test_ranks_hold_slices_of_one_random_tensor(large, monkeypatch):
-    monkeypatch.setattr(random_weights, "LARGE", large)
-    backend = random_weights.RandomBackend("cpu")
+    monkeypatch.setattr("benchmarks.random_weights.LARGE", large)
+    backend = RandomBackend("cpu")
     whole = backend._draw("a.weight", (6, 8), (), torch.float32)
     part = backend._draw("a.weight", (6, 8), [(1, 4, 8)], torch.float32)
     assert torch.equal(whole[:, 4:], part) and part.is_contiguous()
@@ -533,9 +514,9 @@ def test_ranks_hold_slices_of_one_random_tensor(large, monkeypatch):
 
 
 def test_a_lora_gives_its_random_weights_memory_of_their_own():
-    with random_weights.empty_checkpoint("tiny-2.0") as checkpoint:
+    with empty_checkpoint("tiny-2.0") as checkpoint:
         graph = video_vae.trace_decoder(checkpoint.config.video_vae, 1, 2, 2, 2, "float32")
-        backend = random_weights.RandomBackend("cpu")
+        backend = RandomBackend("cpu")
         first = backend.load([graph], checkpoint.source("video_vae"))
         changed = next(name for name in first if name.endswith("conv_in.conv.weight"))
         second = backend.load([graph], checkpoint.source("video_vae"), first, {changed})
@@ -546,7 +527,7 @@ def test_a_lora_gives_its_random_weights_memory_of_their_own():
 @pytest.mark.long
 @pytest.mark.parametrize("preset", ["tiny-2.3", "tiny-2.5"])
 def test_a_run_holds_the_weights_that_its_plan_says(preset):
-    with random_weights.random_session(preset, device="cpu") as session:
+    with random_session(preset, device="cpu") as session:
         plan = make_plan(session, TINY_REQUEST)
         end_to_end.run_once(session, plan, Stopwatch())
         planned = session.costs(plan.stages)[-1].weights_bytes

@@ -9,9 +9,7 @@ from benchmarks import demo
 def commands(monkeypatch):
     """What it would run."""
     found = []
-    monkeypatch.setattr(
-        demo, "ltx2rt", lambda *arguments: found.append([str(a) for a in arguments])
-    )
+    monkeypatch.setattr(demo, "ltx2rt", lambda *words: found.append([*map(str, words)]))
     monkeypatch.setattr(demo.contact_sheet, "draw", lambda *_: None)
     monkeypatch.setattr(demo.os.path, "getsize", lambda _: 0)
     return found

@@ -27,9 +27,8 @@ PADDED = 0.02  # packed rows are multiples of 64: 0.8 % on four devices, 1.8 % o
 
 def case(step):
     name = step["mesh"], step["weights_dtype"], step["stage"]
-    return pytest.param(
-        step, id=" ".join(filter(None, name)), marks=() if name in FAST else pytest.mark.slow
-    )
+    marks = () if name in FAST else pytest.mark.slow
+    return pytest.param(step, id=" ".join(filter(None, name)), marks=marks)
 
 
 @pytest.mark.long
@@ -38,16 +37,11 @@ def test_a_recorded_step_launches_and_moves_what_the_table_says(step):
     """Where it is meant to change: python -m benchmarks.launches --output
     benchmarks/results/launches.json"""
     mesh, dtype, stage = step["mesh"], step["weights_dtype"], step["stage"]
-    graph = launches.step_graphs(
-        RECORDED["preset"], tuple(RECORDED["clip"]), mesh, dtype, (stage,)
-    )[stage]
+    size = RECORDED["preset"], tuple(RECORDED["clip"])
+    graph = launches.step_graphs(*size, mesh, dtype, (stage,))[stage]
     found = launches.count(graph, steps=stage != "text")
-    assert found.facts() == {
-        key: value for key, value in step.items() if key not in ("mesh", "weights_dtype", "stage")
-    }
-    if (
-        dtype is None and stage != "text"
-    ):  # 1.3 for the text encoder, most of whose bytes are plain ops
+    assert found.facts() | {"mesh": mesh, "weights_dtype": dtype, "stage": stage} == step
+    if dtype is None and stage != "text":  # the text encoder is mostly plain ops: 1.3
         planned = cost(Work(stage, ((FACTORY.as_run(graph, "cuda", steps=True), 1),), {}))
         assert found.flops.total() == pytest.approx(planned.flops, rel=PADDED)
         planned_s = planned.time_s(launches.H200)

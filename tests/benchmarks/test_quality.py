@@ -34,15 +34,10 @@ def pictures(clip: Clip) -> np.ndarray:
     return np.round(255 * clip.frames()).astype(np.uint8)
 
 
-@pytest.mark.parametrize(
-    "number",
-    [
-        pytest.param(
-            number, id="-".join(EVERY[number]), marks=[pytest.mark.long] * (number % 4 > 0)
-        )
-        for number in range(len(EVERY))
-    ],
-)
+@pytest.mark.parametrize("number", [
+    pytest.param(number, id="-".join(names), marks=[pytest.mark.long] * (number % 4 > 0))
+    for number, names in enumerate(EVERY)
+])  # fmt: skip
 def test_every_drawn_clip_is_recognised_and_is_no_other(number):
     recognised(drawn(number))
 
@@ -116,10 +111,9 @@ def test_psnr_of_pictures():
     assert psnr_db(black, black + 255) == 0
 
 
-@pytest.mark.parametrize(
-    "results,names",
-    [("quality.json", {quality.DRAWN, *quality.ROWS}), ("quality-long.json", {*quality.OF_LONG})],
-)
+@pytest.mark.parametrize("results,names", [
+    ("quality.json", {quality.DRAWN, *quality.ROWS}), ("quality-long.json", {*quality.OF_LONG}),
+])  # fmt: skip
 def test_the_tables_of_the_document_are_those_of_the_results(results, names):
     rows = json.loads((quality.RESULTS / results).read_text())["rows"]
     assert set(rows) == names
@@ -128,11 +122,11 @@ def test_the_tables_of_the_document_are_those_of_the_results(results, names):
 
 def test_long_clips_are_asked_for_at_their_own_size(tmp_path):
     clip = quality.asked(1, long=True)
-    for name, pipeline in (
-        ("`t2a`", "t2a"),
-        (quality.REFERENCE, None),
-        ("`keyframes`", "keyframes"),
-    ):
+    for name, pipeline in {
+        "`t2a`": "t2a",
+        quality.REFERENCE: None,
+        "`keyframes`": "keyframes",
+    }.items():
         given = quality.keywords(quality.ROWS[name], clip, tmp_path / "1")
         size = [given.get(key) for key in ("num_frames", "width", "height", "pipeline")]
         sides = [None, None] if pipeline == "t2a" else [256, 256]
@@ -142,24 +136,18 @@ def test_long_clips_are_asked_for_at_their_own_size(tmp_path):
         assert image.size == (256, 256)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (number % 3 > 0))
-        for number, name in enumerate(
-            name for name, row in quality.ROWS.items() if row.ranks == row.devices == 1
-        )
-    ],
-)
+ONE = [name for name, row in quality.ROWS.items() if row.ranks == row.devices == 1]
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.long] * (number % 3 > 0)) for number, name in enumerate(ONE)
+])  # fmt: skip
 def test_every_row_is_a_run_that_the_program_takes(name, tiny, tmp_path):
     row, model = quality.ROWS[name], tiny("tiny-2.3", "official")
     options = quality.options(row, model) | {"device": "cpu", "backend": "cuda"}
     with ltx2rt.open(model, **options) as session:
-        clip = {
-            "pipeline": FIRST,
-            "seed": 1,
-            **quality.keywords(row, quality.asked(1), tmp_path / "1"),
-        }
+        given = quality.keywords(row, quality.asked(1), tmp_path / "1")
+        clip = {"pipeline": FIRST, "seed": 1, **given}
         request = make_request(clip.pop("pipeline"), **clip)
         assert make_plan(session.resident, request).stages
 
@@ -188,27 +176,16 @@ def test_a_row_is_marked_and_compared(tmp_path, monkeypatch):
         for name in (quality.REFERENCE, "JAX")
     )
     assert reference["clips"] == 4 and reference["repeats"] is True and "psnr_db" not in reference
-    assert (
-        reference["colour"]
-        == reference["shape"]
-        == reference["motion"]
-        == reference["pitch"]
-        == [1.0, 1.0]
-    )
-    assert (other["psnr_db"], other["lowest_psnr_db"], other["audio_corr"]) == (
-        200,
-        pytest.approx(48.1, abs=0.1),
-        1,
-    )
+    assert all(reference[name] == [1.0, 1.0] for name in ("colour", "shape", "motion", "pitch"))
+    assert (other["psnr_db"], other["audio_corr"]) == (200, 1)
+    assert other["lowest_psnr_db"] == pytest.approx(48.1, abs=0.1)
     assert "| PyTorch | 4 | 100 / 100 |" in quality.table({"PyTorch": reference})
 
 
 def test_a_sheet_shows_both_clips(tmp_path):
     clip = drawn(0)
-    clips = {
-        name: quality.GIVEN["clip"](clip, tmp_path / name)["video_path"]
-        for name in ("PyTorch", "JAX")
-    }
+    names, given = ("PyTorch", "JAX"), quality.GIVEN["clip"]
+    clips = {name: given(clip, tmp_path / name)["video_path"] for name in names}
     contact_sheet.draw(tmp_path / "sheet.png", clip.prompt, clips)
     sheet = np.asarray(Image.open(tmp_path / "sheet.png").convert("RGB")).astype(int)
     cell, step = contact_sheet.CELL_PX, contact_sheet.CELL_PX + contact_sheet.GAP_PX

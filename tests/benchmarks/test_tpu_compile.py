@@ -22,26 +22,13 @@ def marks(number: int, cell: Cell) -> list[pytest.MarkDecorator]:
     return [pytest.mark.long] * (number % 3 > 0)
 
 
-@pytest.mark.parametrize(
-    "cell",
-    [pytest.param(c, marks=marks(i, c), id=f"{c.name}-{c.topology}") for i, c in enumerate(CELLS)],
-)
+@pytest.mark.parametrize("cell", [
+    pytest.param(c, marks=marks(i, c), id=f"{c.name}-{c.topology}") for i, c in enumerate(CELLS)
+])  # fmt: skip
 def test_a_cell_is_one_program(cell, monkeypatch):
-    jobs = []
+    jobs, where = [], ["--topology", cell.topology, "--mesh", MESHES[cell.topology]]
     monkeypatch.setattr(compile, "compile_job", lambda job: jobs.append(job) or ())
-    assert (
-        cli.main(
-            [
-                "compile",
-                "--topology",
-                cell.topology,
-                "--mesh",
-                MESHES[cell.topology],
-                *cell.flags.split(),
-            ]
-        )
-        == 0
-    )
+    assert cli.main(["compile", *where, *cell.flags.split()]) == 0
     ((program,),) = (job.cells for job in jobs)
     if cell.name in ("step-2.0", "step-2.3"):
         assert program.graph.inputs["video_latent"].type.sizes["tokens"] == 6144
@@ -68,11 +55,9 @@ needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "cell",
-    [c for c in CELLS if c.target.executed is not None],
-    ids=lambda cell: f"{cell.name}-{cell.topology}",
-)
+@pytest.mark.parametrize("cell", [
+    pytest.param(c, id=f"{c.name}-{c.topology}") for c in CELLS if c.target.executed is not None
+])  # fmt: skip
 def test_a_full_size_program_reaches_its_targets(cell):
     """Those of counts and bytes: how long the compiler takes depends on the machine."""
     row = compile_cell(cell)
@@ -85,24 +70,14 @@ def test_a_full_size_program_reaches_its_targets(cell):
 @needs_libtpu
 @pytest.mark.slow
 def test_the_table_is_printed_and_recorded(tmp_path, capsys, monkeypatch):
-    flags = (
-        "--preset tiny-2.3 --width 64 --height 64 --num-frames 9 --component denoise-step --stage 2"
-    )
+    flags = "--preset tiny-2.3 --width 64 --height 64 --num-frames 9"
+    flags += " --component denoise-step --stage 2"
+    cell = Cell("tiny", "v6e:2x2", flags, tpu_compile.STEP)
     monkeypatch.setattr(tpu_compile, "MESHES", {"v6e:2x2": "tensor=2,sequence=2"})
-    monkeypatch.setattr(
-        tpu_compile, "CELLS", (tpu_compile.Cell("tiny", "v6e:2x2", flags, tpu_compile.STEP),)
-    )
+    monkeypatch.setattr(tpu_compile, "CELLS", (cell,))
     output = tmp_path / "c.json"
-    output.write_text(
-        json.dumps(
-            {
-                "rows": [
-                    {"cell": "tiny", "topology": "other"},
-                    {"cell": "tiny", "topology": "v6e:2x2"},
-                ]
-            }
-        )
-    )
+    rows = [{"cell": "tiny", "topology": where} for where in ("other", "v6e:2x2")]
+    output.write_text(json.dumps({"rows": rows}))
     facts = tpu_compile.main(["--output", str(output)])
     kept, row = facts["rows"]
     assert kept == {"cell": "tiny", "topology": "other"}

@@ -22,10 +22,8 @@ from tests.conftest import refused as refused_in_python
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("model")
-    make_checkpoint("tiny-2.3", "official", directory)
-    return directory
+def model(tiny):
+    return tiny("tiny-2.3", "official")
 
 
 @pytest.fixture
@@ -198,7 +196,7 @@ def test_loras_and_upsamplers_of_something_else(refused, model, tmp_path):
     assert "stage1|stage2" in refused("--lora", f"{lora}:abc")
     assert "--upsampler" in refused("--upsampler", main_file(model))
     assert "--temporal-upsampler" in refused("--temporal-upsampler", main_file(model))
-    make_checkpoint("tiny-2.3", "official", tmp_path / "other", upsampler="temporal")
+    make_checkpoint("tiny-2.3", "official", tmp_path / "other", empty=True, upsampler="temporal")
     (file,) = (tmp_path / "other").glob("*upsampler*")  # one of x1.5 is used as it is
     said = "--upsampler: it is a x2 temporal one, a x2 spatial one is expected"
     assert said in refused("--upsampler", file)
@@ -280,16 +278,15 @@ from ltx2rt.cli import main
 for flags in json.loads(sys.argv[1]):
     print(main([*sys.argv[2:], *flags]), {"torch", "jax"} & set(sys.modules))
 """
-    refused = [["--width", "101"], ["--num-frames", "16"], ["--stg-blocks", "9"]]
-    refused += [["--report", f"{model / 'r.json'}"]]
-    for backend in ("cuda", "tpu"):
-        words = ["generate", "--backend", backend, "--model", model, "--prompt", "x"]
-        words += ["--output", tmp_path / "o.mp4"]
-        argv = [sys.executable, "-c", code, json.dumps(refused), *map(str, words)]
-        ran = subprocess.run(argv, capture_output=True, text=True)
-        assert ran.stdout == "2 set()\n" * len(refused)
-        for (flag, _), line in zip(refused, ran.stderr.splitlines(), strict=True):
-            assert flag in line
+    flags = {"--width": 101, "--num-frames": 16, "--stg-blocks": 9, "--report": model / "r.json"}
+    words = [sys.executable, "-c", code]
+    refused = [[f, str(x), "--backend", of] for of in ("cuda", "tpu") for f, x in flags.items()]
+    run = ["generate", "--model", model, "--prompt", "x", "--output", tmp_path / "o.mp4"]
+    argv = [*words, json.dumps(refused), *map(str, run)]
+    ran = subprocess.run(argv, capture_output=True, text=True)
+    assert ran.stdout == "2 set()\n" * len(refused)
+    for (flag, *_), line in zip(refused, ran.stderr.splitlines(), strict=True):
+        assert flag in line
 
 
 def test_probe_and_merge_replace_no_input(model, tmp_path, command):

@@ -103,9 +103,9 @@ def test_what_a_killed_run_left_unfinished_goes(calibrated, tiny, tmp_path):
     folder.mkdir()
     for name in ("about.json", "exact-0.npz"):
         (folder / f".{name}.77.partial").write_text("{")
-    status, _, err = calibrated("--evaluations", 3)
+    status, _, err = calibrated("--steps", 3, "--evaluations", 2)
     assert status == 0 and not folder.exists(), err
-    request = make_request("one-stage", prompt="a", step_plan=f"{tmp_path / 'plans.json'}:3")
+    request = make_request("one-stage", prompt="a", step_plan=f"{tmp_path / 'plans.json'}:2")
     own, other = (open_checkpoint(tiny("tiny-2.3", kind)) for kind in ("official", "diffusers"))
     assert not [*step_plans.remarks(request, own)]
     (line,) = step_plans.remarks(request, other)

@@ -102,13 +102,10 @@ def changed(rng: random.Random, tree: dict) -> dict:
 
 def changes(before: object, after: object) -> list[tuple]:
     """Paths and values in which two JSON trees differ."""
-    old, new = (
-        {path: reduce(getitem, path, tree) for path in places(tree)} for tree in (before, after)
-    )
+    trees = (before, after)
+    old, new = ({path: reduce(getitem, path, tree) for path in places(tree)} for tree in trees)
     paths = [path for path in old.keys() | new.keys() if old.get(path) != new.get(path)]
-    return [
-        (path, new.get(path, "removed")) for path in paths if not isinstance(new.get(path), dict)
-    ]
+    return [(p, new.get(p, "removed")) for p in paths if not isinstance(new.get(p), dict)]
 
 
 def flipped(rng: random.Random, data: bytes) -> bytes:
@@ -214,12 +211,8 @@ def test_configs(rng, many, tiny, tmp_path, capsys, preset):
     files = {path: path.read_bytes() for path in sorted(model.glob("*.safetensors"))}
     sizes = {path: 8 + int.from_bytes(data[:8], "little") for path, data in files.items()}
     headers = {path: json.loads(data[8 : sizes[path]]) for path, data in files.items()}
-    written = [
-        (path, key)
-        for path, header in headers.items()
-        for key in header["__metadata__"]
-        if "config" in key
-    ]
+    stated = [(path, key) for path, header in headers.items() for key in header["__metadata__"]]
+    written = [(path, key) for path, key in stated if "config" in key]
     for _ in range(many("configs")):
         path, key = rng.choice(written)
         header, rest = headers[path], files[path][sizes[path] :]
@@ -312,10 +305,8 @@ def test_flags(rng, many, tiny, tmp_path, capfd):
     fixed = "generate --backend cuda --device cpu --prompt x --max-memory 0.0001".split()  # not run
     fixed += ["--model", str(tiny("tiny-2.3", "official")), "--output", str(tmp_path / "o.mp4")]
     for _ in range(many("flags")):
-        added = [
-            (f"--{rng.choice(flags.split())}", rng.choice(words))
-            for _ in range(rng.choice([1, 1, 2, 3]))
-        ]
+        count = rng.choice([1, 1, 2, 3])
+        added = [(f"--{rng.choice(flags.split())}", rng.choice(words)) for _ in range(count)]
         argv = [*fixed, *(word for pair in added for word in pair)]
         if any(flag == "--max-memory" for flag, _ in added):
             continue
