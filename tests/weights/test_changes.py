@@ -20,14 +20,18 @@ WEIGHT = np.random.default_rng(7).standard_normal((OUT, IN)).astype(np.float32)
 def merged(tmp_path):
     """The source of a file with one weight, and a file's changes merged into it."""
 
-    def make(given, strength=1.0, weight=WEIGHT):
-        write_arrays(tmp_path / "l.safetensors", given)
-        write_arrays(tmp_path / "base.safetensors", {Q: weight})
-        dtype = "float32" if weight.dtype == np.float32 else "bfloat16"
-        loras = [open_lora(tmp_path / "l.safetensors", strength)]
-        return MergedSource(TensorFile(tmp_path / "base.safetensors"), loras, dtype)
+    def make(*given, strength=1.0, base=None, header=None, dtype="float32"):
+        files = [tmp_path / f"{i}.safetensors" for i in range(len(given) + 1)]
+        for path, arrays in zip(files, (base or {Q: WEIGHT}, *given), strict=True):
+            write_arrays(path, arrays, header)
+        loras = [open_lora(path, strength) for path in files[1:]]
+        return MergedSource(dequantised(TensorFile(files[0])), loras, dtype)
 
     return make
+
+
+def close(found, expected, atol=3e-6, **more):
+    np.testing.assert_allclose(found, expected, rtol=0, atol=atol, **more)
 
 
 def arrays(shapes, module=f"diffusion_model.{MODULE}", dtype=np.float32, **alpha):
@@ -60,13 +64,12 @@ def test_merged_as_numpy_has_it_whole_and_in_slices(merged, shapes, kind, scale)
     """Slices do not meet the borders of the Kronecker product. Float32 sums of three terms: 1e-6 of
     what is added."""
     given = arrays(shapes, alpha=2.0)
-    source = merged(given, 0.5)
+    source = merged(given, strength=0.5)
     expected = WEIGHT + 0.5 * scale * delta(given)
-    np.testing.assert_allclose(source.read(Q), expected, atol=2e-6, rtol=0)
+    close(source.read(Q), expected, 2e-6)
     for rows, columns in ((slice(3, 9), slice(0, IN)), (slice(5, 12), slice(3, 8))):
-        cuts = ((0, rows.start, rows.stop), (1, columns.start, columns.stop))
-        found = source.read(Q, *cuts)
-        np.testing.assert_allclose(found, expected[rows, columns], atol=2e-6, rtol=0)
+        found = source.read(Q, (0, rows.start, rows.stop), (1, columns.start, columns.stop))
+        close(found, expected[rows, columns], 2e-6)
     assert source.merges[0].line().startswith(f"merged 1/1 {kind + ' modules'} of ")
 
 
@@ -97,34 +100,30 @@ def test_dora_is_scaled_to_its_magnitudes(merged, ending, shape, axis, strength)
     magnitude = list(given.values())[2].astype(np.float64).reshape((-1, 1) if axis else (1, -1))
     expected = magnitude * moved / np.linalg.norm(moved, axis=axis, keepdims=True)
     expected = WEIGHT + strength * (expected - WEIGHT)
-    source = merged(given, strength)
-    np.testing.assert_allclose(source.read(Q), expected, atol=3e-6, rtol=0)
+    source = merged(given, strength=strength)
+    close(source.read(Q), expected)
     found = source.read(Q, (0, 5, 12), (1, 3, 8))
-    np.testing.assert_allclose(found, expected[5:12, 3:8], atol=3e-6, rtol=0)
+    close(found, expected[5:12, 3:8])
     assert "1/1 DoRA modules" in source.merges[0].line()
 
 
 @pytest.mark.parametrize("shapes", [LOHA, BOTH])
 def test_loha_and_lokr_are_decomposed_as_well(merged, shapes):
     given = arrays(shapes | {"dora_scale": (OUT, 1)})
-    scale = given.pop(f"diffusion_model.{MODULE}.dora_scale")
     moved = WEIGHT + delta(given)
+    scale = given[f"diffusion_model.{MODULE}.dora_scale"]
     expected = scale * moved / np.linalg.norm(moved, axis=1, keepdims=True)
-    given |= {f"diffusion_model.{MODULE}.dora_scale": scale}
-    np.testing.assert_allclose(merged(given).read(Q), expected, atol=3e-6, rtol=0)
+    close(merged(given).read(Q), expected)
 
 
-def test_musubis_export_is_divided_by_the_base_norm(tmp_path):
+def test_musubis_export_is_divided_by_the_base_norm(merged):
     """It multiplies its magnitudes by |W| / |W + BA|, since ComfyUI divides by |W|."""
     given = arrays(LORA | {"dora_scale": (OUT, 1)})
     header = {"ss_network_module": "networks.lora_ltx2"}
     about = {f"diffusion_model.{MODULE}.initial_norm": np.ones(OUT, np.float32)}
-    write_arrays(tmp_path / "l.safetensors", given | about, header)
-    write_arrays(tmp_path / "base.safetensors", {Q: WEIGHT})
-    lora = open_lora(tmp_path / "l.safetensors")
-    found = MergedSource(TensorFile(tmp_path / "base.safetensors"), [lora], "float32").read(Q)
+    found = merged(given | about, header=header).read(Q)
     scale = list(given.values())[2] / np.linalg.norm(WEIGHT, axis=1, keepdims=True)
-    np.testing.assert_allclose(found, scale * (WEIGHT + pair(given)), atol=3e-6, rtol=0)
+    close(found, scale * (WEIGHT + pair(given)))
 
 
 def cayley(blocks, bound=np.inf):
@@ -166,13 +165,10 @@ def test_kinds_that_multiply_the_weight(merged, kind):
     if "weight" in shapes:
         given[f"diffusion_model.{MODULE}.on_input"] = np.array(kind == "(IA)^3", np.int64)
     expected = WEIGHT + 0.5 * (np.asarray(definition(x)) - WEIGHT)
-    source = merged(given, 0.5)
-    np.testing.assert_allclose(source.read(Q), expected, atol=3e-6, rtol=0)
-    np.testing.assert_allclose(source.read(Q, (0, 5, 12)), expected[5:], atol=3e-6, rtol=0)
-    assert (
-        f"1/1 {kind.split()[-1] if 'old' in kind else kind.split()[0]} modules"
-        in source.merges[0].line()
-    )
+    source = merged(given, strength=0.5)
+    close(source.read(Q), expected)
+    close(source.read(Q, (0, 5, 12)), expected[5:])
+    assert f"1/1 {kind.removeprefix('old ').split()[0]} modules" in source.merges[0].line()
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -190,12 +186,10 @@ def test_musubis_rotations_of_inputs(merged, scaled):
     given |= {f"diffusion_model.{MODULE}.{k}_metadata": np.float32(v) for k, v in about.items()}
     given |= {f"diffusion_model.{MODULE}.oft_R.scaled_oft": np.float32(1)} if scaled else {}
     expected = WEIGHT @ torch.block_diag(*torch.from_numpy(turn)).numpy().T
-    np.testing.assert_allclose(
-        merged(given).read(Q), expected, atol=3e-6 * np.abs(expected).max(), rtol=0
-    )
+    close(merged(given).read(Q), expected, 3e-6 * np.abs(expected).max())
 
 
-def test_differences_and_whole_tensors_of_any_shape(tmp_path):
+def test_differences_and_whole_tensors_of_any_shape(merged):
     module = f"model.diffusion_model.{MODULE}"
     norm = "model.diffusion_model.transformer_blocks.0.attn1.q_norm"
     table = "model.diffusion_model.transformer_blocks.0.scale_shift_table"
@@ -206,38 +200,27 @@ def test_differences_and_whole_tensors_of_any_shape(tmp_path):
     }  # fmt: skip
     rng = np.random.default_rng(2)
     given = arrays(LORA)
-    matrix, vector = rng.standard_normal((OUT, IN)), rng.standard_normal(OUT)
+    matrix, vector = (rng.standard_normal(shape).astype(np.float32) for shape in ((OUT, IN), OUT))
     named = {
         f"diffusion_model.{MODULE}.diff_b": vector, f"{norm}.w_norm": vector, f"{table}.diff": matrix,
         f"{out}.weight": matrix,
     }  # fmt: skip
-    write_arrays(
-        tmp_path / "l.safetensors",
-        given | {name: value.astype(np.float32) for name, value in named.items()},
-    )
-    write_arrays(tmp_path / "base.safetensors", base)
-    lora = open_lora(tmp_path / "l.safetensors", 0.5)
-    source = MergedSource(TensorFile(tmp_path / "base.safetensors"), [lora], "float32")
+    source = merged(given | named, strength=0.5, base=base)
     expected = {
         Q: WEIGHT + 0.5 * pair(given), f"{module}.bias": bias + 0.5 * vector, f"{norm}.weight": bias + 0.5 * vector,
         table: WEIGHT + 0.5 * matrix, f"{out}.weight": (WEIGHT + matrix) / 2,
     }  # fmt: skip
     assert source.touched() == expected.keys()
     for name, value in expected.items():
-        np.testing.assert_allclose(source.read(name), value, atol=2e-6, rtol=0, err_msg=name)
+        close(source.read(name), value, 2e-6, err_msg=name)
     assert (source.merges[0].matched, source.merges[0].kind) == (4, "LoRA and difference")
 
 
-def test_loras_of_several_kinds_are_merged_in_their_order(tmp_path):
+def test_loras_of_several_kinds_are_merged_in_their_order(merged):
     first, second = arrays(LORA), arrays(LORA | {"dora_scale": (OUT, 1)})
-    for name, given in (("a", first), ("b", second)):
-        write_arrays(tmp_path / f"{name}.safetensors", given)
-    write_arrays(tmp_path / "base.safetensors", {Q: WEIGHT})
-    loras = [open_lora(tmp_path / f"{name}.safetensors") for name in "ab"]
-    found = MergedSource(TensorFile(tmp_path / "base.safetensors"), loras, "float32").read(Q)
     moved = WEIGHT + pair(first) + pair(second)
     scale = list(second.values())[2] / np.linalg.norm(moved, axis=1, keepdims=True)
-    np.testing.assert_allclose(found, scale * moved, atol=3e-6, rtol=0)
+    close(merged(first, second).read(Q), scale * moved)
 
 
 def test_bfloat16_is_rounded_once_behind_the_product(merged):
@@ -245,7 +228,8 @@ def test_bfloat16_is_rounded_once_behind_the_product(merged):
     x = [value.astype(np.float32) for value in given.values()]
     change = (np.float32(0.7) * ((x[0] @ x[1]) * (x[2] @ x[3]))).astype(base.dtype)
     expected = (change.astype(np.float32) + base.astype(np.float32)).astype(base.dtype)
-    np.testing.assert_array_equal(merged(given, 0.7, base).read(Q), expected)
+    source = merged(given, strength=0.7, base={Q: base}, dtype="bfloat16")
+    np.testing.assert_array_equal(source.read(Q), expected)
 
 
 @pytest.mark.parametrize("more, says", [
@@ -273,16 +257,13 @@ def test_one_of_another_model_is_refused(merged):
         merged(arrays(WHOLE | {"lokr_w2": (5, 5)}))
 
 
-def test_a_float8_base_is_merged_as_the_numbers_that_it_stands_for(merged, tmp_path):
+def test_a_float8_base_is_merged_as_the_numbers_that_it_stands_for(merged):
     """And is to be quantised anew."""
     values, scale = WEIGHT.astype(ml_dtypes.float8_e4m3fn), np.float32(0.5)
-    write_arrays(tmp_path / "fp8.safetensors", {Q: values, f"{Q}_scale": scale})
-    merged(given := arrays(BOTH))
-    lora = open_lora(tmp_path / "l.safetensors")
-    base = dequantised(TensorFile(tmp_path / "fp8.safetensors"))
-    source = MergedSource(base, [lora], "bfloat16")
+    base, given = {Q: values, f"{Q}_scale": scale}, arrays(BOTH)
+    source = merged(given, base=base, dtype="bfloat16")
     exact = values.astype(np.float32) * scale + delta(given)
     found, kept = source.stored("float8", Q) or (None, None)
     assert kept is None and found is not None
     # the change is rounded to bfloat16 once: 2^-9 of it
-    np.testing.assert_allclose(found, exact, atol=2**-8 * np.abs(delta(given)).max(), rtol=0)
+    close(found, exact, 2**-8 * np.abs(delta(given)).max())

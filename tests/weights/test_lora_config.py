@@ -13,6 +13,7 @@ from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.names import to_official
 from tests.conftest import refused
+from tests.gguf_files import arrays_of
 
 TARGETS = ["to_q", "to_k", "proj_out"]
 MODULES = ("transformer_blocks.0.attn1.to_q", "transformer_blocks.0.attn1.to_k", "proj_out")
@@ -61,13 +62,12 @@ def trained(tmp_path):
                 parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
         model.save_pretrained(tmp_path / "adapter")
         merged = model.merge_and_unload().state_dict()
-        found = [network().state_dict(), merged]
-        arrays = [
+        base, expected = (
             {to_official("transformer", name): value.numpy() for name, value in state.items()}
-            for state in found
-        ]
-        write_arrays(tmp_path / "base.safetensors", arrays[0])
-        return tmp_path / "adapter", arrays[1]
+            for state in (network().state_dict(), merged)
+        )
+        write_arrays(tmp_path / "base.safetensors", base)
+        return tmp_path / "adapter", expected
 
     return make
 
@@ -95,34 +95,31 @@ def test_a_folder_is_merged_as_peft_merges_it(trained, tmp_path, name):
 @pytest.mark.parametrize("name", ["alpha", "rslora", "patterns", "lokr"])
 def test_a_config_in_the_header_is_read(trained, tmp_path, name, key, prefix):
     folder, expected = trained(CONFIGS[name])
-    file = TensorFile(folder / "adapter_model.safetensors")
+    found = arrays_of(folder / "adapter_model.safetensors").items()
     config = json.loads((folder / "adapter_config.json").read_text())
     text = json.dumps({prefix + name: value for name, value in config.items()})
-    arrays = {
-        name.replace("base_model.model.", "transformer."): file.read(name) for name in file.names()
-    }
+    arrays = {name.replace("base_model.model.", "transformer."): array for name, array in found}
     write_arrays(tmp_path / "pytorch_lora_weights.safetensors", arrays, {key: text})
     check(tmp_path, tmp_path / "pytorch_lora_weights.safetensors", expected)
 
 
+def scale_of(path, header=None, **more):
+    """The scale of a LoRA of rank 4 with this header and more tensors."""
+    module, halves = "diffusion_model.transformer_blocks.0.attn1.to_q", {"A": (4, 5), "B": (6, 4)}
+    arrays = {f"lora_{half}.weight": np.ones(shape, np.float32) for half, shape in halves.items()}
+    arrays = {f"{module}.{part}": array for part, array in (arrays | more).items()}
+    write_arrays(path / "l.safetensors", arrays, header)
+    (change,) = open_lora(path / "l.safetensors").changes.values()
+    return change.scale
+
+
 def test_alpha_tensors_win_over_the_config_and_kohyas_header_counts_for_nothing(tmp_path):
     """Its converters have multiplied alpha in, and its loaders take alpha = rank."""
-    module = "diffusion_model.transformer_blocks.0.attn1.to_q"
-    arrays = {
-        f"{module}.lora_A.weight": np.ones((4, 5), np.float32),
-        f"{module}.lora_B.weight": np.ones((6, 4), np.float32),
-    }
     header = {"ss_network_dim": "4", "ss_network_alpha": "1"}
-    write_arrays(tmp_path / "l.safetensors", arrays, header)
-    (change,) = open_lora(tmp_path / "l.safetensors").changes.values()
-    assert change.scale == 1
-    config = json.dumps({"r": 4, "lora_alpha": 2})
-    (tmp_path / "adapter_config.json").write_text(config)
-    (change,) = open_lora(tmp_path / "l.safetensors").changes.values()
-    assert change.scale == 0.5
-    write_arrays(tmp_path / "l.safetensors", arrays | {f"{module}.alpha": np.float32(3)}, header)
-    (change,) = open_lora(tmp_path / "l.safetensors").changes.values()
-    assert change.scale == 0.75
+    assert scale_of(tmp_path, header) == 1
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 2}')
+    assert scale_of(tmp_path, header) == 0.5
+    assert scale_of(tmp_path, header, alpha=np.float32(3)) == 0.75
 
 
 @pytest.mark.parametrize("header, scale", [
@@ -130,12 +127,7 @@ def test_alpha_tensors_win_over_the_config_and_kohyas_header_counts_for_nothing(
     ({"lora_alpha": "384", "lora_rank": "384"}, 1),
 ])  # fmt: skip
 def test_plain_numbers_in_the_header_are_read(tmp_path, header, scale):
-    module = "diffusion_model.transformer_blocks.0.attn1.to_q"
-    halves = {"A": (4, 5), "B": (6, 4)}
-    arrays = {f"{module}.lora_{h}.weight": np.ones(s, np.float32) for h, s in halves.items()}
-    write_arrays(tmp_path / "l.safetensors", arrays, header)
-    (change,) = open_lora(tmp_path / "l.safetensors").changes.values()
-    assert change.scale == scale
+    assert scale_of(tmp_path, header) == scale
 
 
 def test_the_config_of_another_file_in_the_folder_is_not_taken(trained):

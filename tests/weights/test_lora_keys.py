@@ -61,12 +61,8 @@ def test_the_writer_is_known_by_header_and_keys(metadata, names, expected):
 
 def test_the_checklist_of_a_format_names_the_places_that_there_are():
     """And the refusal names forms that are read."""
-    text = (
-        (Path(__file__).parents[2] / "docs/extending.md")
-        .read_text()
-        .partition("## A LoRA format")[2]
-        .partition("\n## ")[0]
-    )
+    text = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+    text = text.partition("## A LoRA format")[2].partition("\n## ")[0]
     places = {
         lora_keys: ("_KEY", "FORMS"), lora_names: ("_WORDS", "_of"), lora_config: ("read_config",),
         changes: ("changes_of", "LowRank"),
@@ -75,7 +71,6 @@ def test_the_checklist_of_a_format_names_the_places_that_there_are():
         assert f"{module.__name__.rpartition('.')[2]}.py`" in text
         for name in names:
             assert f"`{name}`" in text and hasattr(module, name)
-    endings = re.findall(
-        r"\.((?:lora|hada|lokr|dora)\w+(?:\.weight)?|diff(?:_b)?)\b", lora_keys.FORMS
-    )
+    ending = r"\.((?:lora|hada|lokr|dora)\w+(?:\.weight)?|diff(?:_b)?)\b"
+    endings = re.findall(ending, lora_keys.FORMS)
     assert len(endings) == 9 and all(parse(f"{MODULE}.{ending}") for ending in endings)

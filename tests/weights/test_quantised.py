@@ -397,11 +397,6 @@ def test_made_files_of_the_other_layout_are_refused(command, tmp_path):
     assert status == 2 and "--fp8: such files are of the official layout" in err
 
 
-def test_inspect_knows_the_formats(command, float8):
-    status, out, _ = command("weights", "inspect", float8)
-    assert status == 0 and "34 float8" in out and "problem" not in out
-
-
 @pytest.fixture
 def three_blocks(tmp_path):
     """(source, arrays) of a stack whose blocks 0 and 1 are float8 in the file."""

@@ -31,12 +31,10 @@ def field(number: int, content: object) -> bytes:
 
 
 def proto(kind: int = 2, dummy_prefix: int = 0) -> bytes:
-    pieces = b"".join(
-        field(1, field(1, name.encode()) + field(2, float(score)) + field(3, type_))
-        for name, score, type_ in PIECES
-    )
-    return (
-        pieces + field(2, field(3, kind)) + field(3, field(1, b"identity") + field(3, dummy_prefix))
+    pieces = [field(1, n.encode()) + field(2, float(score)) + field(3, t) for n, score, t in PIECES]
+    rules = field(1, b"identity") + field(3, dummy_prefix)
+    return b"".join(
+        [*(field(1, piece) for piece in pieces), field(2, field(3, kind)), field(3, rules)]
     )
 
 
