@@ -58,8 +58,8 @@ def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, 
 
 def test_plan_prints_a_table(command):
     """Four cards hold the released model, one H100 does not; the origin of its rates is said."""
-    one = "plan --preset ltx-2.3 --device-kind h100-80gb --pipeline one-stage".split()
-    status, out, _ = command(*one, "--devices", 4, "--verbose")
+    one = "plan --preset ltx-2.3 --device-kind h100-80gb".split()
+    status, out, _ = command(*one, "--devices", 4, "--verbose", "--pipeline", "one-stage")
     assert status == 0 and "720 all_reduce" in out and "memory: fits" in out
     assert "scaled from what was measured on h200-141gb" in out
     assert "less what passes under products" in out
