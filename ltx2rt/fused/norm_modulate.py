@@ -190,10 +190,8 @@ def _gated_residual(graph: Graph, uses: Uses, node: Node) -> Found | None:
         return None
     gone, new, (x, y, *gate) = found
     takes, rows = _by_level(uses, x, gate)
-    return [*gone, *takes], [
-        *new,
-        node_of("gated_residual", [x, y, *rows], node.outputs, **_biased(gate)),
-    ]
+    fused = node_of("gated_residual", [x, y, *rows], node.outputs, **_biased(gate))
+    return [*gone, *takes], [*new, fused]
 
 
 def _gated(
@@ -264,13 +262,11 @@ def _by_level(uses: Uses, x: Value, rows: Sequence[Value]) -> tuple[list[Node], 
         if take is not None and take.attrs["axis"] == "levels":
             takes |= {v: take} if set(take.inputs[0].type.axes) <= set(by_level) else {}
     per_token = [v for v in rows if x.type.axes[1] in v.type.axes and v not in takes]
-    indices = {index: index for take in takes.values() for index in take.inputs[1:]}
+    indices = {index for take in takes.values() for index in take.inputs[1:]}
     if len(indices) != 1 or per_token:
         return [], list(rows)
-    return list(takes.values()), [
-        *(takes[v].inputs[0] if v in takes else v for v in rows),
-        *indices.values(),
-    ]
+    before = [takes[v].inputs[0] if v in takes else v for v in rows]
+    return list(takes.values()), [*before, *indices]
 
 
 def _is_row(row: Value, x: Value) -> bool:

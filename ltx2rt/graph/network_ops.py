@@ -28,7 +28,7 @@ def _numpy_linear(x, weight, bias=None, *, num_contracted, out_shape):
 @op(_numpy_linear, flops=linear_flops, linear="plain")
 def linear(x: Type, weight: Type, bias: Type | None = None, *, contract: Axes, out: Sizes):
     """x (..., *contract) times weight (prod out, prod contract) plus bias -> (..., *out)."""
-    _same_dtype(x, weight, *([bias] if bias else []))
+    _same_dtype(x, weight, bias)
     n = len(contract)
     if not (x.axes[-n:] == tuple(contract) and weight.axes[1] == "*".join(contract)):
         own = tuple(weight.axes[1].split("*"))
@@ -106,7 +106,7 @@ def _numpy_conv(x, weight, bias=None, *, stride, dilation):
 @op(_numpy_conv, flops=conv_flops)
 def conv(x: Type, weight: Type, bias: Type | None = None, *, stride: Spatial, dilation: Spatial):
     """Unpadded correlation: x (B, channels, *spatial), weight (out, in, *kernel) as in torch."""
-    _same_dtype(x, weight, *([bias] if bias else []))
+    _same_dtype(x, weight, bias)
     kernel = weight.shape[2:]
     if len(x.axes) != 2 + len(kernel):
         raise GraphError(
@@ -137,7 +137,7 @@ def _numpy_conv_transpose(x, weight, bias=None, *, stride):
 @op(_numpy_conv_transpose, flops=conv_flops)
 def conv_transpose(x: Type, weight: Type, bias: Type | None = None, *, stride: int):
     """Uncropped 1-D transposed convolution: x (B, channels, time), weight (in, out, kernel)."""
-    _same_dtype(x, weight, *([bias] if bias else []))
+    _same_dtype(x, weight, bias)
     if x.shape[1] != weight.shape[0]:
         raise GraphError(
             f"conv_transpose: {x.axes[1]}={x.shape[1]}, weight {weight} reads {weight.shape[0]}"

@@ -48,10 +48,12 @@ def op(numpy: Callable[..., Any], **more: Any):
     return register
 
 
-def _same_dtype(*types: Type) -> str:
-    if len({t.dtype for t in types}) != 1:
-        raise GraphError(f"operands differ in dtype: {', '.join(map(str, types))}; cast first")
-    return types[0].dtype
+def _same_dtype(*types: Type | None) -> str:
+    """The dtype of all operands that there are."""
+    given = [t for t in types if t is not None]
+    if any(t.dtype != given[0].dtype for t in given):
+        raise GraphError(f"operands differ in dtype: {', '.join(map(str, given))}; cast first")
+    return given[0].dtype
 
 
 def _view(small: Type, axes: Axes, what: str = "operand") -> tuple[int, ...]:

@@ -84,6 +84,12 @@ class Ops:
         self.graph.inputs[name] = term
         return term
 
+    def each(self, x: Term, axis: str) -> list[Term]:
+        """All positions of an axis, which is dropped."""
+        return [
+            self._emit("at", (x,), {"axis": axis, "index": i}) for i in range(x.type.size(axis))
+        ]
+
     def full(self, value: float, dtype: str | None = None, **sizes: int) -> Term:
         """A number everywhere; keyword order is axis order."""
         return self._emit("full", (), {"value": value, "dtype": dtype or self.dtype, **sizes})

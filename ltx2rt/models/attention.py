@@ -72,7 +72,7 @@ def away(o: Ops, y: Term, other: Term, nag: Term) -> Term:
 
     nag (terms): scale, tau, alpha. A scale of 1 gives y itself.
     """
-    scale, tau, alpha = (o.at(nag, axis="terms", index=i) for i in range(3))
+    scale, tau, alpha = o.each(nag, "terms")
 
     def norm(x: Term) -> Term:
         return o.sum(o.leaky_relu(x, slope=-1.0), over=("heads", "head_dim"))

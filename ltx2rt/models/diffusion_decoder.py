@@ -86,13 +86,10 @@ class TileShape:
         time, *space = config.strides[-1]
         frames = self.frames * time - (self.first and time == 2)
         if self.last:  # without the frames of the repeated latents, but at least a window
-            frames = max(
-                frames - repeated_frames(config) * config.time_factor, config.windows[-1][0]
-            )
-        rows, columns = (
-            n * s * config.patch_size for n, s in zip((self.rows, self.columns), space, strict=True)
-        )
-        return frames, rows, columns
+            repeated = repeated_frames(config) * config.time_factor
+            frames = max(frames - repeated, config.windows[-1][0])
+        rows, columns = (n * config.patch_size for n in space)
+        return frames, self.rows * rows, self.columns * columns
 
 
 def repeated_frames(config: DiffusionDecoderConfig) -> int:
@@ -258,11 +255,9 @@ def attention(
     dim, width, window = config.head_dim, x.type.size("channels"), config.windows[stage]
     beyond = window[2] // 2 if border == "chunked" else 0
     qkv = o.linear(x, "qkv", {"qkv": 3, "heads": width // dim, "head_dim": dim})
-    q, k, v = (o.at(qkv, axis="qkv", index=i) for i in range(3))
-    q, k = (
-        o.rms_norm(y, name, over=("head_dim",), eps=NORM_EPS)
-        for y, name in ((q, "q_norm"), (k, "k_norm"))
-    )
+    q, k, v = o.each(qkv, "qkv")
+    q = o.rms_norm(q, "q_norm", over=("head_dim",), eps=NORM_EPS)
+    k = o.rms_norm(k, "k_norm", over=("head_dim",), eps=NORM_EPS)
     k, v = (o.pad(y, mode="edge", columns=(beyond, beyond)) for y in (k, v)) if beyond else (k, v)
     rope = {"sizes": rope_sizes(dim), "theta": ROPE_THETA}
     q, k = o.axial_rope(q, first=(0, 0, 0), **rope), o.axial_rope(k, first=(0, 0, -beyond), **rope)

@@ -62,7 +62,7 @@ def attend(o: Ops, queries: Term, x: Term, config: DurationHeadConfig) -> Term:
 
     def project(x: Term) -> list[Term]:
         y = o.emit("linear", x, weight, bias, contract=("P",), out={"parts": 3, **heads})
-        return [o.at(y, axis="parts", index=part) for part in range(3)]
+        return o.each(y, "parts")
 
     (q, _, _), (_, k, v) = project(queries), project(x)
     y = o.attention(q, k, v, scale=heads["head_dim"] ** -0.5)

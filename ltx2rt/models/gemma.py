@@ -8,6 +8,7 @@ logits, no cache.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
@@ -95,18 +96,16 @@ def attention(o: Ops, x: Term, here: dict[str, Term], config: GemmaConfig) -> Te
     k, v = o.linear(x, "k_proj", kv, bias=False), o.linear(x, "v_proj", kv, bias=False)
     q = o.rope(norm(o, q, "q_norm", "head_dim", config), here["cos"], here["sin"])
     k = o.rope(norm(o, k, "k_norm", "head_dim", config), here["cos"], here["sin"])
-    return attended(o, (q, k, v), here, config, config.query_scale)
+    return attended(o, (q, k, v), here, config.hidden_size, config.query_scale)
 
 
-def attended(
-    o: Ops, qkv: tuple[Term, Term, Term], here: dict[str, Term], config: GemmaConfig | Gemma4Config,
-    scale: float,
-) -> Term:  # fmt: skip
+def attended(o: Ops, qkv: Sequence[Term], here: dict[str, Term], width: int, scale: float) -> Term:
     """The attention (B, text, D) to the tokens that a row sees."""
-    k, v = (o.rename(a, names={"text": "context"}) for a in qkv[1:])
-    y = o.attention(qkv[0], k, v, here["bias"], scale=scale) * here["sees"]
+    q, *kv = qkv
+    k, v = (o.rename(a, names={"text": "context"}) for a in kv)
+    y = o.attention(q, k, v, here["bias"], scale=scale) * here["sees"]
     heads = ("heads", "head_dim")
-    return o.linear(y, "o_proj", {"D": config.hidden_size}, contract=heads, bias=False)
+    return o.linear(y, "o_proj", {"D": width}, contract=heads, bias=False)
 
 
 def mlp(o: Ops, x: Term, config: GemmaConfig | Gemma4Config) -> Term:

@@ -81,7 +81,7 @@ def attention(o: Ops, x: Term, sliding: bool, kinds: dict[str, Term], config: Ge
     v = o.linear(x, "v_proj", kv, bias=False) if sliding else k
     q = o.rope(o.rms_norm(q, "q_norm", **norm), here["cos"], here["sin"])
     k = o.rope(o.rms_norm(k, "k_norm", **norm), here["cos"], here["sin"])
-    return attended(o, (q, k, o.rms_norm(v, **norm)), here, config, 1.0)
+    return attended(o, (q, k, o.rms_norm(v, **norm)), here, config.hidden_size, 1.0)
 
 
 def feeds(config: Gemma4Config, token_ids: np.ndarray, mask: np.ndarray) -> dict[str, np.ndarray]:

@@ -156,13 +156,11 @@ def _keeps(
     def columns(branch: str, blocks: Container[int], inside: Term) -> Term:
         """`inside` in these blocks of a branch, 1 elsewhere."""
         one, ones = o.full(1.0, "float32"), o.full(1.0, "float32", layers=len(layers))
-        own = o.stack(
-            *(inside if layer in blocks else one for layer in layers), axis="layers", dim=0
-        )
+        each = (inside if layer in blocks else one for layer in layers)
+        own = o.stack(*each, axis="layers", dim=0)
         keep = o.stack(*(own if name == branch else ones for name in names), axis="branches", dim=1)
-        return o.merge(
-            o.expand(keep, axis="videos", size=s.videos), axes=("branches", "videos"), into="B"
-        )
+        keep = o.expand(keep, axis="videos", size=s.videos)
+        return o.merge(keep, axes=("branches", "videos"), into="B")
 
     keeps, zero = {}, o.full(0.0, "float32")
     if "perturbed" in names:
@@ -224,10 +222,9 @@ class _Step:
             guidance = o.input("guidance", "float32", modalities=2, scales=4)
             for stream in self.made:
                 row = o.at(guidance, axis="modalities", index=("video", "audio").index(stream.name))
-                found[stream.name] = [o.at(row, axis="scales", index=j) for j in range(4)]
+                found[stream.name] = o.each(row, "scales")
         if self.s.branches.unheard:
-            voice = o.input("voice", "float32", terms=1)
-            found["audio"].append(o.at(voice, axis="terms", index=0))
+            found["audio"] += o.each(o.input("voice", "float32", terms=1), "terms")
         return found
 
     def unheard(self) -> Term | None:
@@ -265,10 +262,9 @@ class _Step:
         count = 2 if moved or (s.branches.uncond and not frozen) else 1
         both = declare_context(o, self.config, stream, contexts=count, text=s.text_tokens)
         both = o.rename(both, names={"contexts": "branches"})
-        chosen = [int(name == "uncond" and count == 2) for name in self.names]
-        context = self.by_branch(
-            [o.slice(both, axis="branches", start=i, stop=i + 1) for i in chosen]
-        )
+        chosen = (int(name == "uncond" and count == 2) for name in self.names)
+        rows = [o.slice(both, axis="branches", start=i, stop=i + 1) for i in chosen]
+        context = self.by_branch(rows)
         if not moved:
             return context
         negative = o.slice(both, axis="branches", start=1, stop=2)
@@ -317,11 +313,9 @@ class _Step:
 
     def coefficients(self) -> list[Term]:
         """The sampler's coefficients, which the host computes."""
-        count = COEFFICIENTS[self.s.sampler]
-        if not count:
+        if not (count := COEFFICIENTS[self.s.sampler]):
             return []
-        row = self.o.input("coefficients", "float32", terms=count)
-        return [self.o.at(row, axis="terms", index=i) for i in range(count)]
+        return self.o.each(self.o.input("coefficients", "float32", terms=count), "terms")
 
     def guided(
         self, stream: Stream, one: _StreamInputs, velocity: Term, scales: dict[str, list[Term]]

@@ -21,35 +21,24 @@ class Levels:
     index: Term | None
 
 
-@dataclass(frozen=True)
-class Modulation:
-    """rows: ((B,) levels, rows, D) of a modulation MLP; index as in Levels."""
-
-    rows: Term
-    index: Term | None
-
-    def with_table(self, o: Ops, table: Term, start: int = 0) -> list[Term]:
-        """Each row plus its table entry, spread to tokens: ((B,) D) if there is one level, else
-        ((B,) tokens, D). table: (rows, D), of which the entries from `start` on are used."""
-        count = self.rows.type.size("rows")
-        if start or table.type.size("rows") != count:
-            table = o.slice(table, axis="rows", start=start, stop=start + count)
-        if self.index is None:
-            rows = o.at(self.rows, axis="levels", index=0) + table
-            return [o.at(rows, axis="rows", index=i) for i in range(count)]
-        rows = self.rows + table
-        return [
-            o.take(o.at(rows, axis="rows", index=i), self.index, axis="levels")
-            for i in range(count)
-        ]
+def with_table(o: Ops, rows: Term, index: Term | None, table: Term, start: int = 0) -> list[Term]:
+    """Each of `rows` ((B,) levels, rows, D) plus its table entry, spread to tokens: ((B,) D) if
+    there is one level, else ((B,) tokens, D). index: as in Levels. table: (rows, D), of which the
+    entries from `start` on are used."""
+    count = rows.type.size("rows")
+    if start or table.type.size("rows") != count:
+        table = o.slice(table, axis="rows", start=start, stop=start + count)
+    if index is None:
+        return o.each(o.at(rows, axis="levels", index=0) + table, "rows")
+    rows += table
+    each = (o.at(rows, axis="rows", index=i) for i in range(count))
+    return [o.take(row, index, axis="levels") for row in each]
 
 
-def adaln(
-    o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D"
-) -> tuple[Modulation, Term]:
-    """Sinusoid, Linear, SiLU, Linear: embedding ((B,) levels, D); SiLU, Linear: modulation rows."""
+def adaln(o: Ops, levels: Levels, width: int, num_rows: int, axis: str = "D") -> tuple[Term, Term]:
+    """Sinusoid, Linear, SiLU, Linear: embedding ((B,) levels, D); SiLU, Linear: modulation rows
+    ((B,) levels, rows, D). Returns the rows, then the embedding."""
     e = o.cast(o.sinusoid(levels.values, size=256), dtype=o.dtype)
     e = o.silu(o.linear(e, "emb.timestep_embedder.linear_1", {axis: width}))
     e = o.linear(e, "emb.timestep_embedder.linear_2", {axis: width})
-    rows = o.linear(o.silu(e), "linear", {"rows": num_rows, axis: width})
-    return Modulation(rows, levels.index), e
+    return o.linear(o.silu(e), "linear", {"rows": num_rows, axis: width}), e

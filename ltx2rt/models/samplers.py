@@ -72,11 +72,9 @@ class Trajectory:
 def planned(plan: StepPlan, sigmas: np.ndarray) -> Trajectory:
     """The plan's evaluations of the schedule f32[steps + 1], for `plan.sampler`."""
     found = trajectory("euler", plan.levels(sigmas))
-    return (
-        found
-        if plan.sampler == "euler"
-        else replace(found, coefficients=plan.coefficients(sigmas).astype("f"))
-    )
+    if plan.sampler == "euler":
+        return found
+    return replace(found, coefficients=plan.coefficients(sigmas).astype("f"))
 
 
 def trajectory(sampler: str, sigmas: np.ndarray, eta: float = 1.0) -> Trajectory:
@@ -171,9 +169,8 @@ def _res2s(sigmas: np.ndarray) -> Trajectory:
         anchor = (0.0, 1 / (1 - kappa), -kappa / (1 - kappa)) if moved else (1.0, 0.0, 0.0)
         rows.append((s + d * (1 - kappa), 0.0, 0.0, d * kappa, n, 1.0, *anchor))
         s, d, n = _injected(sigma, target)
-        rows.append(
-            (0.0, s + d * (1 - h * (b1 + b2)), d * h * b1, d * h * b2, n, 1.0, 0.0, 0.0, 0.0)
-        )
+        to_anchor = s + d * (1 - h * (b1 + b2))
+        rows.append((0.0, to_anchor, d * h * b1, d * h * b2, n, 1.0, 0.0, 0.0, 0.0))
         pairs += [(sigma, middle), (middle, target)]
         draws += [Draw("substep", i), Draw("step", i)]
     rows.append((0.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0))

@@ -21,7 +21,7 @@ import numpy as np
 from ltx2rt.config import TransformerConfig
 from ltx2rt.graph import Ops, Term, traced
 from ltx2rt.models.attention import Rope, attention, feed_forward
-from ltx2rt.models.modulation import Levels, Modulation, adaln
+from ltx2rt.models.modulation import Levels, adaln, with_table
 from ltx2rt.models.positions import coordinate_table, frequency_grid, gather_tables
 
 PREFIX = "model.diffusion_model."
@@ -267,9 +267,7 @@ def _table(
     """Rows of the block's `table` from `start` on, plus the stream's modulation rows `name`."""
     rows = invariant[f"{s.name}_{name}"]
     index = invariant[f"{s.name}_index"] if rows.type.size("levels") > 1 else None
-    return Modulation(rows, index).with_table(
-        o, o.param(table, rows=count, **{s.axis: s.width}), start
-    )
+    return with_table(o, rows, index, o.param(table, rows=count, **{s.axis: s.width}), start)
 
 
 def _own_parts(config: TransformerConfig) -> tuple[str, ...]:
@@ -295,7 +293,7 @@ def _prompt_rows(o: Ops, config: TransformerConfig, invariant, s: Stream) -> tup
         shift, scale = _table(o, invariant, s, "prompt_mod", name, 2)
     else:
         table = o.param(name, rows=2, **{s.axis: s.width})
-        shift, scale = (o.at(table, axis="rows", index=i) for i in range(2))
+        shift, scale = o.each(table, "rows")
     return scale, shift
 
 
@@ -319,26 +317,24 @@ def _modulations(
     """Modulation rows of all blocks by name, and the embedded timestep. times: of the stream's
     tokens (own), of the stream, and of the other one. both: there are two streams."""
 
-    def made(name: str, time: str, count: int, factor: float = 1.0) -> tuple[Modulation, Term]:
+    def made(name: str, time: str, count: int, factor: float = 1.0) -> tuple[Term, Term]:
         values = times[time].values * config.timestep_scale
         values = values if factor == 1.0 else values * factor
         level = Levels(values, times[time].index)
         return adaln(o.under(name), level, s.width, count, s.axis)
 
     found = {}
-    modulation, embedded = made(f"{s.prefix}adaln_single", "own", 3 * len(_own_parts(config)))
-    found["mod"] = modulation.rows
+    found["mod"], embedded = made(f"{s.prefix}adaln_single", "own", 3 * len(_own_parts(config)))
     if times["own"].index is not None:
         found["index"] = times["own"].index
     if both:
         rows_of, gate_of = CROSS_TIMES[rule]
-        cross, _ = made(f"av_ca_{s.name}_scale_shift_adaln_single", rows_of, 4)
+        found["cross_mod"], _ = made(f"av_ca_{s.name}_scale_shift_adaln_single", rows_of, 4)
         gate_name = "a2v" if s.name == "video" else "v2a"
         factor = config.av_gate_scale / config.timestep_scale
-        gate, _ = made(f"av_ca_{gate_name}_gate_adaln_single", gate_of, 1, factor)
-        found |= {"cross_mod": cross.rows, "gate_mod": gate.rows}
+        found["gate_mod"], _ = made(f"av_ca_{gate_name}_gate_adaln_single", gate_of, 1, factor)
     if config.text_modulation and config.prompt_adaln:
-        found["prompt_mod"] = made(f"{s.prefix}prompt_adaln_single", "scalar", 2)[0].rows
+        found["prompt_mod"], _ = made(f"{s.prefix}prompt_adaln_single", "scalar", 2)
     return found, embedded
 
 
@@ -356,7 +352,7 @@ def _velocity(o: Ops, s: Stream, x: Term, embedded: Term, level: Levels) -> Term
     """The stream's velocity (B, axis, C) in float32. embedded: its timesteps."""
     rows = o.expand(embedded, axis="rows", size=2, before=s.axis)
     table = o.param(f"{s.prefix}scale_shift_table", rows=2, **{s.axis: s.width})
-    shift, scale = Modulation(rows, level.index).with_table(o, table)
+    shift, scale = with_table(o, rows, level.index, table)
     y = o.modulate(o.layer_norm(x, over=s.axis, eps=1e-6), scale, shift)
     return o.cast(o.linear(y, f"{s.prefix}proj_out", {"C": s.channels}), dtype="float32")
 

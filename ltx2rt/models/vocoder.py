@@ -59,11 +59,9 @@ def resampler_filter(ratio: int) -> np.ndarray:
 def frame_samples(config: VocoderConfig) -> int:
     """Samples of the waveform for each mel frame."""
     samples = math.prod(config.generator.upsample_rates)
-    return (
-        samples
-        if config.bandwidth_extension is None
-        else samples * config.sample_rate // config.input_sample_rate
-    )
+    if config.bandwidth_extension is None:
+        return samples
+    return samples * config.sample_rate // config.input_sample_rate
 
 
 def reach(config: VocoderConfig) -> tuple[int, int] | None:

@@ -268,9 +268,7 @@ class Analysis:
     def _over(self, numbers: np.ndarray) -> np.ndarray:
         """One number (...) for each column of numbers (iterations, ...)."""
         columns = numbers.reshape(len(numbers), -1).T.tolist()
-        found = [
-            column[0] if len(set(column)) == 1 else self._number(*column) for column in columns
-        ]
+        found = [x[0] if len(set(x)) == 1 else self._number(*x) for x in columns]
         return np.array(found).reshape(numbers.shape[1:])
 
     def _signature(self, num_carries: int) -> Hashable:

@@ -362,9 +362,8 @@ class _Placer:
         inner = _Placer(body, self.rules, self.mesh, self.strict, outermost=False)
         inner.blocked = inner._undividable(repeat.body)
         entering, lengths = self._entering(inner, repeat, operands)
-        carry, invariant, data = repeat.divide(
-            list(zip(repeat.body.inputs.items(), entering, strict=True))
-        )
+        pairs = list(zip(repeat.body.inputs.items(), entering, strict=True))
+        carry, invariant, data = repeat.divide(pairs)
         env, inputs = {}, []
 
         def enter(name: str, v: Value, placed: Placed, type: Type) -> None:

@@ -84,9 +84,8 @@ class _Writer:
             padded = emit(self.out, "pad", self.read(node.inputs[0], kept), mode="zeros", **zeros)
             self.held[result] = padded, found.where(result)
         elif node in found.by_entry:
-            entries = [found.leaders(v) for v in node.outputs] * (
-                len(node.inputs) // len(node.outputs)
-            )
+            each = len(node.inputs) // len(node.outputs)
+            entries = [found.leaders(v) for v in node.outputs] * each
             bare = self._bare(node, entries[0])
             operands = [self.read(v, entries[i], i in bare) for i, v in enumerate(node.inputs)]
             self._emit(node, operands, map(found.where, node.outputs))

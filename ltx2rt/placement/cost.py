@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import TypeVar
 
 from ltx2rt.graph.encodings import passing_bytes
 from ltx2rt.graph.ir import Graph, Node, Value
 from ltx2rt.graph.ops import COLLECTIVES, OPS
 
+K = TypeVar("K")
 # ops that usually move nothing
 VIEWS = {"split", "merge", "rename", "slice", "at", "expand", "transpose"}
 
@@ -52,17 +54,24 @@ CountsByNode = Mapping[Node, Counts]
 EACH_ONCE: CountsByNode = MappingProxyType({})
 
 
+def added(made: Iterable[tuple[K, Traffic]]) -> dict[K, Traffic]:
+    """The sums by key."""
+    found: dict[K, Traffic] = {}
+    for key, one in made:
+        found[key] = found.get(key, Traffic()) + one
+    return found
+
+
 def exchanges(graph: Graph, runs: CountsByNode = EACH_ONCE) -> dict[tuple[str, int], Traffic]:
     """Communication of one run of a placed graph, by kind and number of devices."""
-    found: dict[tuple[str, int], Traffic] = {}
+    found = []
     for node, times in graph.walk():
         if node.op in COLLECTIVES:
             devices = graph.mesh[node.attrs["mesh_axis"]]
             size = sum(v.type.nbytes for v in node.inputs)
             made = Traffic(1, size, round(size * RECEIVED[node.op](devices))) * times
-            made *= runs.get(node, ONCE).sends
-            found[node.op, devices] = found.get((node.op, devices), Traffic()) + made
-    return found
+            found.append(((node.op, devices), made * runs.get(node, ONCE).sends))
+    return added(found)
 
 
 def traffic(graph: Graph) -> dict[str, Traffic]:
@@ -71,10 +80,7 @@ def traffic(graph: Graph) -> dict[str, Traffic]:
 
 
 def by_kind(exchanged: Mapping[tuple[str, int], Traffic]) -> dict[str, Traffic]:
-    found: dict[str, Traffic] = {}
-    for (op, _), made in exchanged.items():
-        found[op] = found.get(op, Traffic()) + made
-    return found
+    return added((op, made) for (op, _), made in exchanged.items())
 
 
 def weight_bytes(graphs: Iterable[Graph]) -> int:

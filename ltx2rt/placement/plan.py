@@ -17,6 +17,7 @@ from ltx2rt.placement.cost import (
     CountsByNode,
     Traffic,
     activation_bytes,
+    added,
     by_kind,
     exchanges,
     flops,
@@ -150,10 +151,8 @@ class StageCost:
 
 def cost(work: Work, runs: CountsByNode = EACH_ONCE) -> StageCost:
     """A stage's cost on one device, read off its graphs. runs: of nodes that run more often."""
-    exchanged: dict[tuple[str, int], Traffic] = {}
-    for graph, times in work.calls:
-        for by, found in exchanges(graph, runs).items():
-            exchanged[by] = exchanged.get(by, Traffic()) + found * times
+    sent = ((exchanges(graph, runs).items(), times) for graph, times in work.calls)
+    exchanged = added((by, found * times) for each, times in sent for by, found in each)
     alive, kept = max((activation_bytes(graph) for graph, _ in work.calls), default=0), 0
     if work.before is not None:
         before, made = activation_bytes(work.before), work.before.outputs

@@ -11,7 +11,7 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingl
 
 from ltx2rt.graph import trace
 from ltx2rt.models import transformer
-from ltx2rt.models.modulation import adaln
+from ltx2rt.models.modulation import adaln, with_table
 from ltx2rt.testing import relative_l2, run_graph
 from tests.conftest import assert_near
 from tests.reference import GENERATIONS, KINDS, NAMES, build, config_of, draw, ours, params_of
@@ -157,8 +157,8 @@ def test_modulation_by_levels_equals_modulation_per_token(num_levels, kind):
     def model(o):
         levels = transformer.declare_levels(o, "video", num_levels, B=2, tokens=tokens)
         scaled = type(levels)(o.affine(levels.values, scale=1000.0), levels.index)
-        modulation, _ = adaln(o.under("a"), scaled, width, rows)
-        made = modulation.with_table(o, o.param("table", rows=rows, D=width))
+        made, _ = adaln(o.under("a"), scaled, width, rows)
+        made = with_table(o, made, levels.index, o.param("table", rows=rows, D=width))
         return {f"row{i}": v for i, v in enumerate(made)}
 
     actual = run_graph(kind, trace("adaln", model, "float32"), params, feeds)
