@@ -36,9 +36,8 @@ def closed():
 @cache
 def clip(preset="ltx-2.3", name="two-stage", **settings):
     """Options, checkpoint and stages of a request."""
-    options = {
-        key: settings.pop(key) for key in list(settings) if key in ModelOptions.__dataclass_fields__
-    }
+    own = settings.keys() & ModelOptions.__dataclass_fields__.keys()
+    options = {key: settings.pop(key) for key in own}
     given = ModelOptions("cuda", Path(), dtype="bfloat16", **options)
     given = OPEN.enter_context(standing_for(preset, given))
     checkpoint = opened_checkpoint(given)
@@ -47,11 +46,10 @@ def clip(preset="ltx-2.3", name="two-stage", **settings):
 
 
 def ranked(kind, devices, *words, **settings):
-    options, checkpoint, stages = clip(*words, **settings)
-    found, kind = replace(options, backend=device_kind(kind).backend), device_kind(kind)
-    return arrangements(
-        Estimator(Session(checkpoint, DatasheetBackend(kind, {}), found), kind), devices, stages
-    )
+    (options, checkpoint, stages), kind = clip(*words, **settings), device_kind(kind)
+    found = replace(options, backend=kind.backend)
+    estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), found), kind)
+    return arrangements(estimator, devices, stages)
 
 
 @pytest.mark.parametrize("kind,devices,first", [
@@ -88,12 +86,8 @@ def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned(kept):
     assert choice.runner_up and str(choice.runner_up) in str(choice)
     assert choice.best.time_s < choice.runner_up.time_s
     steps = {c.name: c for c in choice.session.costs(stages)}
-    for (
-        name,
-        step,
-    ) in (
-        choice.best.steps.items()
-    ):  # what leaves the loop is in the estimate, and packed weights are not
+    # what leaves the loop is in the estimate, and packed weights are not
+    for name, step in choice.best.steps.items():
         assert steps[name].time_s(kind) == pytest.approx(step.time_s(kind), rel=0.03), name
 
 
@@ -106,9 +100,8 @@ def test_whole_weights_of_8_bits_fit_a_v6e_and_are_split_by_tokens_alone(
 ):
     """Decoded where a product reads them: 18.6 GB a step that no memory moves. bfloat16: halves."""
     kept(offload=True)
-    options, checkpoint, stages = clip(
-        name="distilled", weights_dtype=dtype, distilled_lora=NO_LORA
-    )
+    given = {"name": "distilled", "weights_dtype": dtype, "distilled_lora": NO_LORA}
+    options, checkpoint, stages = clip(**given)
     kind = device_kind("v6e")
     choice = choose(checkpoint, replace(options, backend="tpu"), kind, 8, stages)
     assert choice and choice.best.mesh == mesh
@@ -167,15 +160,13 @@ def test_a_launch_chooses_where_its_cards_are_known():
         backend: Any = SimpleNamespace(device=lambda: device, mesh=here.mesh, agree=agree)
         return _chosen(here, checkpoint, backend, lambda _: stages)
 
-    assert choice("NVIDIA H100 80GB HBM3") and choice("NVIDIA H100 80GB HBM3", num_gpus=2)
-    assert choice("NVIDIA H100 80GB HBM3", tp_size=2) is None
-    assert choice("NVIDIA H100 80GB HBM3", mesh={"sequence": 2}) is None
+    card = "NVIDIA H100 80GB HBM3"
+    assert choice(card) and choice(card, num_gpus=2)
+    assert choice(card, tp_size=2) is None and choice(card, mesh={"sequence": 2}) is None
     assert choice("NVIDIA H100 PCIe") is None
     assert choice("A card of tomorrow", elsewhere=None) is None
-    assert choice("NVIDIA H100 80GB HBM3", count=1) is None, (
-        "cards of another host, behind unknown links"
-    )
-    assert choice("NVIDIA H100 80GB HBM3", elsewhere="h200-141gb") is None
+    assert choice(card, count=1) is None, "cards of another host, behind unknown links"
+    assert choice(card, elsewhere="h200-141gb") is None
 
 
 @pytest.mark.parametrize("kind,name,total,expected", [
@@ -192,11 +183,9 @@ def test_a_card_is_known_by_its_drivers_name(kind, name, total, expected):
 
 def test_max_memory_leaves_the_room_of_a_card_of_that_size():
     """The reserve is a share of what a run may take, not of the whole card."""
-    large, small = (
-        DatasheetBackend(device_kind(name), {}).device() for name in ("h200-141gb", "rtx3060-12gb")
-    )
+    kinds = map(device_kind, ("h200-141gb", "rtx3060-12gb"))
+    large, small = (DatasheetBackend(kind, {}).device() for kind in kinds)
     assert large.room_bytes(12.0) == small.room_bytes() == int(12e9 * 0.98 - 3e9)
     assert large.room_bytes() == int(141e9 * 0.98 - 3e9)
-    assert (
-        replace(large, free_bytes=10 * 10**9).room_bytes(held_bytes=2 * 10**9) == small.room_bytes()
-    )
+    left = replace(large, free_bytes=10 * 10**9)
+    assert left.room_bytes(held_bytes=2 * 10**9) == small.room_bytes()

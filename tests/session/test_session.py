@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import threading
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -14,9 +15,12 @@ import ltx2rt
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.instruments.make import make_checkpoint
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session import session as sessions
 from ltx2rt.session import weights as stores
+from ltx2rt.session.options import LoraSpec
 from ltx2rt.weights.files import TensorFile, write_arrays
 
 SIZES = ({"width": 128, "height": 64}, {"width": 64, "height": 64}, {"width": 64, "height": 128})
@@ -47,12 +51,22 @@ JAX_IS_SLOW = pytest.mark.parametrize(
 )
 
 
+@pytest.fixture
+def opened(model):
+    with ltx2rt.open(model, backend="cuda", device="cpu") as session:
+        yield session
+
+
 def made(session, **changes):
     """Silent with JAX unless a test asks for sound: it compiles the vocoder for ten seconds."""
     audio = session.resident.options.backend == "cuda"
-    return session.generate(
-        "a red fox", **{"seed": 3, "audio": audio, **SMALL, **SIZES[0], **changes}
-    )
+    given = {"seed": 3, "audio": audio, **SMALL, **SIZES[0], **changes}
+    return session.generate("a red fox", **given)
+
+
+def new(clip) -> tuple[int, int]:
+    """What a request built and loaded."""
+    return clip.report["programs_built"], clip.report["loaded_bytes"]
 
 
 def assert_same(a, b):
@@ -69,16 +83,16 @@ def test_a_repeated_request_builds_and_loads_nothing(session):
     first = ask()
     assert repr(first).startswith("<Clip of 9 frames 128x64, ")
     assert repr(first).endswith(", seed 3>")
-    assert first.report["programs_built"] > 0 and first.report["loaded_bytes"] > 1e6
+    assert new(first)[0] > 0 and new(first)[1] > 1e6
     again = ask()
-    assert (again.report["programs_built"], again.report["loaded_bytes"]) == (0, 0)
+    assert new(again) == (0, 0)
     assert_same(again, first)
     for change in ({"seed": 4}, {"video_cfg": 2.5}, {"steps": 5}, {"negative_prompt": "dull"}):
         other = ask(**change)
-        assert (other.report["programs_built"], other.report["loaded_bytes"]) == (0, 0), change
+        assert new(other) == (0, 0), change
         assert not np.array_equal(other.frames, first.frames), change
-    wide = ask(**SIZES[2])
-    assert wide.report["programs_built"] > 0 and wide.report["loaded_bytes"] == 0
+    built, loaded = new(ask(**SIZES[2]))
+    assert built > 0 and loaded == 0
 
 
 @JAX_IS_SLOW
@@ -115,9 +129,8 @@ def test_a_run_that_ends_early_begins_to_compile_no_more(model, monkeypatch):
     with ltx2rt.open(model, backend="tpu", device="cpu") as session:
         backend, started, free = session.resident.backend, [], threading.Event()
         begin = backend.compile_ahead
-        monkeypatch.setattr(
-            backend, "compile_ahead", lambda programs: started.extend(begin(programs)) or started
-        )
+        began = lambda programs: started.extend(begin(programs)) or started  # noqa: E731
+        monkeypatch.setattr(backend, "compile_ahead", began)
         for _ in range(backend.compilers._max_workers):
             backend.compilers.submit(free.wait)
         try:
@@ -152,17 +165,11 @@ def test_another_lora_set_loads_what_differs_and_no_more(session, user_lora, mod
     resident = session.resident
     made(session)
     plain = resident.weights.held_bytes
-    options = resident.options
-    resident.use(
-        sessions.replace(
-            options, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5, "stage1"),)
-        )
-    )
-    changed = made(session)
+    resident.use_loras([LoraSpec(user_lora, 0.5, "stage1")])
     # without sound a third is the transformer's matrices
-    assert 0 < changed.report["loaded_bytes"] < plain / 2
-    resident.use(options)
-    assert made(session).report["loaded_bytes"] == 0
+    assert 0 < new(made(session))[1] < plain / 2
+    resident.use_loras([])
+    assert new(made(session))[1] == 0
 
 
 def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_lora, tmp_path):
@@ -179,7 +186,7 @@ def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_
         resident.weights.free(*list(resident.weights.held))
         os.replace(shutil.copy(other, tmp_path / "new"), lora)
         with pytest.raises(
-            InputError, match=r"style\.safetensors: another file than when the run was planned"
+            InputError, match=r"style\.safetensors: another file than when .*planned"
         ):
             produce(resident, plan)
         after = made(opened)
@@ -193,42 +200,36 @@ def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_
 def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user_lora):
     resident = session.resident
     made(session)
-    options = resident.options
     peak = max(c.peak_bytes for c in resident.costs(_plan(resident).stages))
-    room = peak * 1.02 / 1e9
-    loras = [(ltx2rt.session.options.LoraSpec(user_lora, 0.25 * i, "stage1"),) for i in (1, 2, 3)]
-    sizes = []
-    for found in loras:
-        resident.use(sessions.replace(options, loras=found, max_memory=room, memory="resident"))
+    room, sizes = peak * 1.02 / 1e9, []
+    resident.use(replace(resident.options, max_memory=room, memory="resident"))
+    for i in (1, 2, 3):
+        resident.use_loras([LoraSpec(user_lora, 0.25 * i, "stage1")])
         made(session)
         sizes.append(resident.weights.held_bytes)
     assert all(size <= room * 1e9 for size in sizes), sizes
     assert sum(key[0] == "transformer" for key in resident.weights.held) <= 3
 
 
-def test_what_recorded_steps_keep_is_let_go_before_weights(model, monkeypatch):
-    with ltx2rt.open(model, backend="cuda", device="cpu") as opened:
-        resident, recorded = opened.resident, [1000]
-        made(opened)
-        stages, held = _plan(resident).stages, dict(resident.weights.held)
-        need = (
-            max(c.peak_bytes for c in resident.costs(stages, resident._held()))
-            - resident.weights.held_bytes
-        )
+def test_what_recorded_steps_keep_is_let_go_before_weights(opened, monkeypatch):
+    resident, recorded = opened.resident, [1000]
+    made(opened)
+    stages, held = _plan(resident).stages, dict(resident.weights.held)
+    most = max(c.peak_bytes for c in resident.costs(stages, resident._held()))
+    need = most - resident.weights.held_bytes
 
-        def device():
-            return DeviceInfo(
-                "cuda", "a GPU", 10**12, need - (recorded[0] > 0), recorded_bytes=recorded[0]
-            )
+    def device():
+        free = need - (recorded[0] > 0)
+        return DeviceInfo("cuda", "a GPU", 10**12, free, recorded_bytes=recorded[0])
 
-        def trim(**given):
-            recorded[0] = 0 if given.get("recorded") else recorded[0]
+    def trim(**given):
+        recorded[0] = 0 if given.get("recorded") else recorded[0]
 
-        monkeypatch.setattr(resident.backend, "device", device)
-        monkeypatch.setattr(resident.backend, "trim", trim)
-        resident.require_memory(stages)
-        assert recorded == [0] and resident.weights.held == held
-        assert made(opened).report["loaded_bytes"] == 0
+    monkeypatch.setattr(resident.backend, "device", device)
+    monkeypatch.setattr(resident.backend, "trim", trim)
+    resident.require_memory(stages)
+    assert recorded == [0] and resident.weights.held == held
+    assert new(made(opened))[1] == 0
 
 
 @pytest.mark.long
@@ -243,15 +244,12 @@ def test_weights_that_come_back_wait_in_the_host(backend, model, kept, monkeypat
         store, places = opened.resident.weights, []
         first, second, *others = (_counted(opened, places) for _ in range(5))
         # the decoders stay
-        assert first.report["loaded_bytes"] > second.report["loaded_bytes"] > 1e6
+        assert new(first)[1] > new(second)[1] > 1e6
         for other in others:
-            assert other.report["loaded_bytes"] == 0
+            assert new(other)[1] == 0
             assert_same(other, first)
-        assert sorted(key[0] for key in store.parked) == [
-            "text-encoder",
-            "transformer",
-            "transformer",
-        ]
+        parked = sorted(key[0] for key in store.parked)
+        assert parked == ["text-encoder", "transformer", "transformer"]
         assert capsys.readouterr().err.count("the host keeps the weights of") == 3
         if backend == "cuda":
             assert places[-1] == places[-2]
@@ -259,63 +257,50 @@ def test_weights_that_come_back_wait_in_the_host(backend, model, kept, monkeypat
 
 def _counted(opened, places):
     """One request that encodes its prompt."""
-    opened.resident._contexts.clear()
+    resident = opened.resident
+    resident._contexts.clear()
     clip = made(opened)
-    (transformer,) = (
-        held for key, held in opened.resident.weights.held.items() if key[0] == "transformer"
-    )
-    places.append(
-        [x.data_ptr() for x in transformer.weights.values()]
-        if opened.resident.backend.name == "cuda"
-        else 0
-    )
+    (one,) = (held for key, held in resident.weights.held.items() if key[0] == "transformer")
+    torch = resident.backend.name == "cuda"
+    places.append([x.data_ptr() for x in one.weights.values()] if torch else 0)
     return clip
 
 
 @pytest.mark.long
 def test_a_host_with_room_for_one_set_keeps_one_and_does_not_trade_it(
-    model, user_lora, kept, monkeypatch
+    opened, user_lora, kept, monkeypatch
 ):
     kept(reload=True)
-    with ltx2rt.open(model, backend="cuda", device="cpu") as opened:
-        store, clips = opened.resident.weights, []
-        monkeypatch.setattr(stores, "has_room", lambda kind, size: not store.parked)
-        for _ in range(5):
-            clips.append(made(opened))
-            assert_same(clips[-1], clips[0])
-        read = [clip.report["loaded_bytes"] for clip in clips]
-        assert read[1] > read[2] == read[3] == read[4] > 0
-        own = opened.resident.options
-        lora = sessions.replace(own, loras=(ltx2rt.session.options.LoraSpec(user_lora, 0.5),))
-        opened.resident.use(lora)
-        old = set(store.parked)
-        for _ in range(3):
-            made(opened)
-        assert len(store.parked) == 1 and not old & set(store.parked), (
-            "what no request loads any more makes room"
-        )
-        opened.resident.use(own)
-        monkeypatch.setattr(stores, "has_room", lambda kind, size: False)
-        store.close()
-        again = [made(opened).report["loaded_bytes"] for _ in range(2)]
-        assert again[1] == read[1] and not store.parked
+    store, clips = opened.resident.weights, []
+    monkeypatch.setattr(stores, "has_room", lambda kind, size: not store.parked)
+    for _ in range(5):
+        clips.append(made(opened))
+        assert_same(clips[-1], clips[0])
+    read = [new(clip)[1] for clip in clips]
+    assert read[1] > read[2] == read[3] == read[4] > 0
+    opened.resident.use_loras([LoraSpec(user_lora, 0.5)])
+    old = set(store.parked)
+    for _ in range(3):
+        made(opened)
+    # what no request loads any more makes room
+    assert len(store.parked) == 1 and not old & set(store.parked)
+    opened.resident.use_loras([])
+    monkeypatch.setattr(stores, "has_room", lambda kind, size: False)
+    store.close()
+    again = [new(made(opened))[1] for _ in range(2)]
+    assert again[1] == read[1] and not store.parked
 
 
-def test_a_warm_run_is_kept_from_the_first_time_on(model, kept, monkeypatch):
+def test_a_warm_run_is_kept_from_the_first_time_on(opened, kept, monkeypatch):
     monkeypatch.setattr(stores, "has_room", lambda kind, size: True)
     kept(reload=True)
-    with ltx2rt.open(model, backend="cuda", device="cpu") as opened:
-        opened.resident.weights.again = True
-        assert made(opened).report["loaded_bytes"] > 0 == made(opened).report["loaded_bytes"]
+    opened.resident.weights.again = True
+    assert new(made(opened))[1] > 0 == new(made(opened))[1]
 
 
 def _plan(resident):
-    from ltx2rt.pipelines import make_request
-    from ltx2rt.run.plan import make_plan
-
-    return make_plan(
-        resident, make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0])
-    )
+    request = make_request("two-stage", prompt="a red fox", seed=3, **SMALL, **SIZES[0])
+    return make_plan(resident, request)
 
 
 @pytest.mark.long
@@ -358,14 +343,10 @@ def test_twenty_requests_leave_no_more_than_five(backend, model):
             clip = made(session, **SIZES[size])
             assert_same(kept.setdefault(size, clip), clip)
             if i >= 5:
-                assert (clip.report["programs_built"], clip.report["loaded_bytes"]) == (0, 0), (
-                    i,
-                    SEED,
-                )
+                assert new(clip) == (0, 0), (i, SEED)
                 resident = session.resident
-                sizes.append(
-                    (resident.weights.held_bytes, len(resident._programs), len(resident._graphs))
-                )
+                kept_now = len(resident._programs), len(resident._graphs)
+                sizes.append((resident.weights.held_bytes, *kept_now))
     assert len(set(sizes)) == 1
 
 

@@ -71,16 +71,9 @@ def test_the_closing_line_names_file_size_seed_and_times(watch, tmp_path):
 def test_the_report_has_the_documented_keys(watch, tmp_path):
     with watch.stage("text"):
         pass
-    lora = [{"file": "l", "matched": 2, "total": 2}]
-    report = watch.report(
-        seed=3,
-        settings={"width": 64},
-        peak_bytes=None,
-        versions={"torch": "2"},
-        device="CPU",
-        mesh={},
-        lora=lora,
-    )
+    lora, versions = [{"file": "l", "matched": 2, "total": 2}], {"torch": "2"}
+    facts = {"peak_bytes": None, "versions": versions, "device": "CPU", "mesh": {}, "lora": lora}
+    report = watch.report(seed=3, settings={"width": 64}, **facts)
     write_report(tmp_path / "r.json", report)
     read = json.loads((tmp_path / "r.json").read_text())
     assert read == report
@@ -94,17 +87,19 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_lines_elsewhere_say_what_begins_and_what_has_ended(watch):
-    with watch.apart("load", "loading the weights of video-decoder"):
-        pass
+@pytest.mark.parametrize("verbose", [False, True])
+def test_lines_elsewhere_say_what_begins_and_what_has_ended(verbose):
+    """verbose: and what is built, and how long loads took."""
+    watch = Stopwatch(stream=io.StringIO(), clock=Clock(), verbose=verbose)
+    with watch.apart("load", "loading"):
+        watch.clock.now += 2
+    watch.building("vocoder")
     with watch.stage("decode", 16, "frames") as done:
         done(9)
         done(7)
-    assert watch.stream.getvalue().splitlines() == [
-        "loading the weights of video-decoder ...",
-        "decode: 16 frames ...",
-        "decode: 0.00 s (16 frames)",
-    ]
+    more = ["loading: 2.00 s", "building vocoder"] * verbose
+    lines = ["loading ...", *more, "decode: 16 frames ...", "decode: 0.00 s (16 frames)"]
+    assert watch.stream.getvalue().splitlines() == lines
 
 
 def test_a_terminal_shows_a_bar_and_keeps_only_what_has_ended():
@@ -129,18 +124,6 @@ def test_a_bar_is_that_of_the_whole_clip_where_its_work_is_known():
     shown = re.findall(r"(\w+: \d of \d steps) \|.*?\| (\d+%)(, \d+ s left)?", stream.getvalue())
     assert ("stage1: 3 of 3 steps", "75%", ", 10 s left") in shown
     assert ("decode: 0 of 1 steps", "75%", ", 10 s left") in shown
-
-
-def test_verbose_says_what_is_built_and_how_long_loads_took():
-    watch = Stopwatch(stream=io.StringIO(), clock=Clock(), verbose=True)
-    with watch.apart("load", "loading"):
-        watch.clock.now += 2
-    watch.building("vocoder")
-    assert watch.stream.getvalue().splitlines() == [
-        "loading ...",
-        "loading: 2.00 s",
-        "building vocoder",
-    ]
 
 
 def test_a_long_stage_prints_a_line_every_30_s_where_there_is_no_bar():
