@@ -13,14 +13,11 @@ from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.placement.cost import traffic, weight_bytes
+from ltx2rt.session.options import parse_mesh
 from ltx2rt.weights.presets import preset
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("libtpu") is None, reason="libtpu is not installed; pip install libtpu"
-    ),
-]
+NO_COMPILER = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+pytestmark = [pytest.mark.slow, NO_COMPILER]
 CLIP = {"width": 256, "height": 256, "num_frames": 9}
 
 
@@ -38,27 +35,20 @@ def denoise(name, branches, profile, mesh, num_layers=2) -> Graph:
     return component_graph(config, "denoise", OneStage("", **CLIP), branches, profile, mesh)
 
 
-@pytest.mark.parametrize(
-    "name,branches,profile,mesh",
-    [
-        ("ltx-2.0", 2, "ironwood-1d", {"tensor": 8}),
-        ("ltx-2.0", 2, "ironwood", {"sequence": 8}),
-        ("ltx-2.0", 2, "trillium", {"tensor": 2, "sequence": 4}),
-        ("ltx-2.0", 2, "trillium-2d", {"fsdp": 2, "tensor": 4}),
-        ("ltx-2.3", 4, "trillium", {"guidance": 2, "sequence": 2, "tensor": 2}),
-    ],
-    ids=lambda value: (
-        ",".join(f"{a}={n}" for a, n in value.items()) if isinstance(value, dict) else str(value)
-    ),
-)
+@pytest.mark.parametrize("name,branches,profile,mesh", [
+    ("ltx-2.0", 2, "ironwood-1d", "tensor=8"),
+    ("ltx-2.0", 2, "ironwood", "sequence=8"),
+    ("ltx-2.0", 2, "trillium", "tensor=2,sequence=4"),
+    ("ltx-2.0", 2, "trillium-2d", "fsdp=2,tensor=4"),
+    ("ltx-2.3", 4, "trillium", "guidance=2,sequence=2,tensor=2"),
+])  # fmt: skip
 def test_a_compiled_step_communicates_its_plan(name, branches, profile, mesh):
+    mesh = parse_mesh(mesh)
     graph = denoise(name, branches, profile, mesh)
     compile_ = get_ahead_compiler("tpu", "v6e:2x4", mesh)
     whole, halves = taken_apart(graph), taken_apart(interleave(graph))
-    for part, placed, apart in (
-        ("before", whole.before, halves.before),
-        ("step", whole.body, halves.body),
-    ):
+    parts = ("before", whole.before, halves.before), ("step", whole.body, halves.body)
+    for part, placed, apart in parts:
         found = compile_(graph, part)
         (fewest, _) = planned(placed)
         (counts, received) = planned(apart)
@@ -73,10 +63,9 @@ def test_a_compiled_step_communicates_its_plan(name, branches, profile, mesh):
 
 
 def decoder(name: str, **clip: int) -> tuple[Graph, Compiled]:
-    mesh = {"tensor": 2, "sequence": 4}
-    graph = component_graph(
-        preset(name).config, "video-decoder", OneStage("", **clip), profile="trillium", mesh=mesh
-    )
+    mesh, request = {"tensor": 2, "sequence": 4}, OneStage("", **clip)
+    how = {"profile": "trillium", "mesh": mesh}
+    graph = component_graph(preset(name).config, "video-decoder", request, **how)
     return graph, get_ahead_compiler("tpu", "v6e:2x4", mesh)(graph, "each")
 
 

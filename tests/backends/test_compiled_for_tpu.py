@@ -10,12 +10,8 @@ from typing import Any
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(
-        find_spec("libtpu") is None, reason="libtpu is not installed: nothing to compile with"
-    ),
-]
+NO_COMPILER = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
+pytestmark = [pytest.mark.slow, NO_COMPILER]
 
 COMPILE = """
 import json, sys
@@ -81,10 +77,9 @@ print(json.dumps(sum("*" in name and any(weight.sharding.spec) for name, weight 
     assert cut > 0
 
 
-# By the compiler's code a step takes as long as `plan` says to no more than twice that: `plan`
-# takes products at their peak (70 to 89 % of it in the code) and attention in full blocks, and
-# leaves out layouts, norms and elementwise work. 1.44 here; at full size 1.37 on v6e and 1.49 on
-# v7x. What is exposed agrees, as nothing hides it on v6e.
+# By the compiler's code a step takes up to twice as long as `plan` says, which takes products at
+# their peak and attention in full blocks, and leaves out layouts, norms and elementwise work: 1.44
+# here; at full size 1.37 on v6e and 1.49 on v7x. What is exposed agrees: nothing hides it on v6e.
 APART = 2
 
 
@@ -105,9 +100,8 @@ print(json.dumps([sum(found.values()), planned.time_s(kind), found["exposed"], p
         XLA_FLAGS=f"--xla_dump_to={tmp_path}",
     )
     (text,) = (path.read_text() for path in tmp_path.glob("*jit__run*after_optimizations.txt"))
-    kernels = [
-        line.split(" custom-call(")[0] for line in text.splitlines() if "tpu_custom_call" in line
-    ]
+    called = (line for line in text.splitlines() if "tpu_custom_call" in line)
+    kernels = [line.split(" custom-call(")[0] for line in called]
     # (B heads, tokens, head_dim): 2 x 4 heads with all 1536 tokens, 2 x 16 heads with a quarter of
     # them
     assert len(kernels) == 2 and "bf16[8,1536,128]" in kernels[0], kernels

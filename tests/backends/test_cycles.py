@@ -65,12 +65,9 @@ def test_every_class_has_its_bundles_and_what_is_waited_for_is_exposed():
     # A product of 512^3 takes 512 cycles at the peak, fewer than 100 x 6; the second norm has the
     # code of the first.
     assert cycles == {
-        "products": 10 * 600,
-        "reductions": 10 * 2 * 20 * 4,
-        "copies": 10 * 40000 * 50,
-        "kernels": 500 * 8 * 2 * 2 + 20 * 2 * 16 * 6 * 4 * 2 * 4,
-        "guessed": 1234,
-    }
+        "products": 10 * 600, "reductions": 10 * 2 * 20 * 4, "copies": 10 * 40000 * 50,
+        "kernels": 500 * 8 * 2 * 2 + 20 * 2 * 16 * 6 * 4 * 2 * 4, "guessed": 1234,
+    }  # fmt: skip
     # Of bytes that arrive over one link of a pair.
     permuted, reduced = (18e6 / 90e9 + 2e-6, 9e6 / 90e9 + 2e-6)
     hidden = 40000 * 50 / CLOCK
@@ -93,9 +90,7 @@ def test_what_the_code_does_not_tell_is_not_guessed():
 
 
 def test_bundles_are_read_by_instruction(tmp_path):
-    report = (
-        "Schedule analysis:\n\ttotal scheduled bundles:    51\n\tempty scheduled bundles:    0\n"
-    )
+    report = "Schedule analysis:\n\ttotal scheduled bundles:    51\n"
     (tmp_path / "1795-fusion.496-00-schedule-analysis_final_bundles.txt").write_text(report)
     (tmp_path / "1795-fusion.496-01-final_bundles.txt").write_text("0x0 nop")
     assert bundles(tmp_path) == {"fusion.496": 51}

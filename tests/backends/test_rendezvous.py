@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -28,18 +29,14 @@ print(*[words[1] for words in sockets if words[3] == "0A" and f"socket:[{words[9
 def test_the_store_listens_on_loopback_alone_under_the_token_of_the_launch(launched):
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
-        where = {
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": "0", "WORLD_SIZE": "2",
-        }  # fmt: skip
+        where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        env = os.environ | where | {"RANK": "0", "WORLD_SIZE": "2"}
+        how: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120}
         if launched:
-            where |= {STORE: str(listening.fileno()), TOKEN: "a secret"}
+            env |= {STORE: str(listening.fileno()), TOKEN: "a secret"}
+            how["pass_fds"] = (listening.fileno(),)
         else:
             listening.close()
-        command = [sys.executable, "-c", RENDEZVOUS]
-        fds = (listening.fileno(),) if launched else ()
-        ran = subprocess.run(
-            command, env=os.environ | where, pass_fds=fds, capture_output=True, text=True,
-            timeout=120,
-        )  # fmt: skip
+        ran = subprocess.run([sys.executable, "-c", RENDEZVOUS], env=env, **how)
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout.split() == [f"0100007F:{port:04X}"]

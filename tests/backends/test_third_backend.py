@@ -78,8 +78,8 @@ def loom(install_backend):
 
 
 def test_plan_knows_its_devices_and_chooses_their_mesh(loom, command):
-    flags = *"plan --preset tiny-2.3 --device-kind loom".split(), "--devices", 4
-    flags += ("--pipeline", "one-stage")
+    kind = "plan --preset tiny-2.3 --device-kind".split()
+    flags = *kind, *"loom --devices 4 --pipeline one-stage".split()
     status, out, err = command(*flags, "--verbose")
     assert (status, err) == (0, "")
     assert "on 4 x loom-64gb (" in out and "denoising takes an estimated" in out
@@ -89,7 +89,7 @@ def test_plan_knows_its_devices_and_chooses_their_mesh(loom, command):
     stages = {stage["name"]: stage for stage in json.loads(out)["stages"]}
     assert stages["stage1"]["exchange_s"] > 0
     assert stages["stage1"]["time_s"] > stages["stage1"]["flops"] / 1e12
-    status, _, err = command(*flags[:4], "nothing")
+    status, _, err = command(*kind, "nothing")
     assert status == 2 and "loom-64gb" in err and "h100-80gb" in err
 
 

@@ -48,52 +48,38 @@ def counts() -> dict[str, int]:
     return {name: counter(name).value for name in COUNTERS}
 
 
-def _on_device(made: Any, device: torch.device) -> Any:
-    if not isinstance(made, torch.Tensor):
-        return made
-    return torch.empty_strided(made.shape, made.stride(), dtype=made.dtype, device=device)
-
-
 def _meta(x: Any) -> Any:
     return x.to("meta") if isinstance(x, torch.Tensor) else x
 
 
 def convolution(
-    x: torch.Tensor, weight: torch.Tensor, padding: Any, stride: Any, dilation: Any, groups: int, *_: Any
+    x: torch.Tensor, weight: torch.Tensor, padding: Any, stride: Any, dilation: Any, groups: int,
+    *_: Any, more: Any = None,
 ) -> torch.Tensor:  # fmt: skip
-    """Memory for the result, laid out as cuDNN's."""
-    made = ATEN.convolution(
-        _meta(x), _meta(weight), None, stride, padding, dilation, False, [0] * len(padding), groups
-    )
-    return _laid_out(made, x, weight)
-
-
-def transposed(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    padding: Any,
-    output_padding: Any,
-    stride: Any,
-    dilation: Any,
-    groups: int,
-    *_: Any,
-) -> torch.Tensor:
-    made = ATEN.convolution(
-        _meta(x), _meta(weight), None, stride, padding, dilation, True, output_padding, groups
-    )
-    return _laid_out(made, x, weight)
-
-
-def _laid_out(made: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Memory for the result, laid out as cuDNN's. more: the padding of a transposed one's result."""
+    plan = stride, padding, dilation, more is not None, more or [0] * len(padding), groups
+    made = ATEN.convolution(_meta(x), _meta(weight), None, *plan)
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.ndim)
     either = last and any(y.is_contiguous(memory_format=last) for y in (x, weight))
     layout = last if either and last else torch.contiguous_format
     return torch.empty(made.shape, dtype=x.dtype, device=x.device, memory_format=layout)
 
 
+def transposed(
+    x: torch.Tensor, weight: torch.Tensor, padding: Any, output_padding: Any, *plan: Any
+) -> torch.Tensor:
+    return convolution(x, weight, padding, *plan, more=output_padding)
+
+
 def attention(q: torch.Tensor, *rest: Any, **settings: Any) -> tuple[Any, ...]:
     found = ATEN._scaled_dot_product_cudnn_attention(_meta(q), *map(_meta, rest), **settings)
-    return tuple(_on_device(x, q.device) for x in found)
+    how = {"device": q.device}
+    return tuple(
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, **how)
+        if isinstance(x, torch.Tensor)
+        else x
+        for x in found
+    )
 
 
 library.impl("cudnn_convolution", convolution, "CUDA")

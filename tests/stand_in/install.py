@@ -41,9 +41,7 @@ NV_TARGET = """#define NV_IF_TARGET(...)
 
 
 def run(*command: object) -> str:
-    return subprocess.run(
-        [str(part) for part in command], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+    return subprocess.check_output([*map(str, command)], text=True)
 
 
 def wanted(site: Path) -> dict[str, set[str]]:

@@ -20,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import device  # first: it decides what other modules see of the host
 import torch
@@ -82,12 +83,9 @@ def watched(session: RepeatingSession, stages: dict[str, int]) -> Iterator[None]
             leave(stage)
         torch.cuda.reset_peak_memory_stats()
 
-    session.leave = left
-    try:
+    with patch.object(session, "leave", left):
         yield
         left(FRAMES)
-    finally:
-        session.leave = leave
 
 
 def run(session: RepeatingSession, plan: Plan, **how: Any) -> None:
@@ -103,10 +101,20 @@ def cancelled_after(checks: int) -> Callable[[], bool]:
 
 
 @contextmanager
+def room(size_bytes: int | None = None) -> Iterator[Any]:
+    """The device has so much memory; None: all of it. Yields its counter."""
+    size = device.counter("total_bytes")
+    whole, size.value = size.value, size.value if size_bytes is None else size_bytes
+    try:
+        yield size
+    finally:
+        size.value = whole
+
+
+@contextmanager
 def full_device() -> Iterator[None]:
     """The device has not a byte left once the first step is being recorded."""
-    recording, size, pending = Pool.recording, device.counter("total_bytes"), [True]
-    whole = size.value
+    recording, pending = Pool.recording, [True]
 
     @contextmanager
     def full(pool: Pool, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
@@ -116,25 +124,8 @@ def full_device() -> Iterator[None]:
                 size.value = 1
             yield
 
-    Pool.recording = full
-    try:
+    with room() as size, patch.object(Pool, "recording", full):
         yield
-    finally:
-        Pool.recording, size.value = recording, whole
-
-
-@contextmanager
-def room(planned: int | None) -> Iterator[None]:
-    """The device has as much memory as a plan says and the slack: what PyTorch keeps for later must
-    be given back for the rest to fit. None: it has all of its memory."""
-    size = device.counter("total_bytes")
-    whole = size.value
-    if planned is not None:
-        size.value = device.CONTEXT_BYTES + allowed(planned)
-    try:
-        yield
-    finally:
-        size.value = whole
 
 
 def one(session: RepeatingSession, fields: dict[str, Any], case: dict[str, Any]) -> dict[str, Any]:
@@ -160,7 +151,9 @@ def one(session: RepeatingSession, fields: dict[str, Any], case: dict[str, Any])
             costs = session.costs(plan.stages, session._held(), kept)
             planned = max(planned, peak(costs).peak_bytes + kept)
             torch.cuda.reset_peak_memory_stats()
-            with watched(session, stages), room(planned if case.get("tight") else None):
+            # What PyTorch keeps for later must be given back for the rest to fit.
+            least = device.CONTEXT_BYTES + allowed(planned) if case.get("tight") else None
+            with watched(session, stages), room(least):
                 run(session, plan)
     except InputError as error:
         return found | {"refused": str(error)}
@@ -178,10 +171,8 @@ def one(session: RepeatingSession, fields: dict[str, Any], case: dict[str, Any])
 
 
 def main(case: dict[str, Any]) -> dict[str, Any]:
-    mesh = case.get("mesh", {})
-    with random_session(
-        case["preset"], device="cuda", mesh=mesh, **case.get("options", {})
-    ) as session:
+    options = {"device": "cuda", "mesh": case.get("mesh", {}), **case.get("options", {})}
+    with random_session(case["preset"], **options) as session:
         requests = [one(session, fields, case) for fields in case["requests"]]
         session.close()
     return {"requests": requests, "rank": os.environ.get("RANK", "0"), **device.counts()}
