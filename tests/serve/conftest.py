@@ -3,7 +3,7 @@
 import pytest
 
 from ltx2rt.instruments.make import make_checkpoint
-from tests.serve.serving import Server
+from tests.serve.serving import TOKENS, Server
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +27,20 @@ def start(tiny_model, tmp_path):
         server.http.close()
 
 
+@pytest.fixture
+def not_started(command, tiny_model, tmp_path):
+    """not_started(*flags) -> what a server says that refuses to start in the folder of `start`."""
+
+    def call(*flags):
+        where = ("--model", tiny_model, "--data", tmp_path / "data", "--port", 0)
+        words = "serve --quiet --backend cuda --device cpu".split()
+        status, _, said = command(*words, *where, *flags)
+        assert status == 2, said
+        return said
+
+    return call
+
+
 @pytest.fixture(scope="module")
 def server(tiny_model, tmp_path_factory):
     """One with replicas that have no model, and LoRAs to name."""
@@ -37,6 +51,26 @@ def server(tiny_model, tmp_path_factory):
     make_checkpoint("tiny-2.3", "official", root / "other", seed=1)
     (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
     (loras / "loop.safetensors").symlink_to(loras / "loop.safetensors")
-    made = Server(tiny_model, root / "data", "--loras", loras, "--replicas", "2")
+    flags = ["--loras", loras, "--replicas", 2, "--max-work", 5, "--served-name", "sora-2", "tiny"]
+    made = Server(tiny_model, root / "data", *flags, env={"FAKE_MEMORY": str(6 * 10**8)})
     yield made
     made.kill()
+
+
+@pytest.fixture(scope="module")
+def with_tokens(tiny_model, tmp_path_factory):
+    root = tmp_path_factory.mktemp("guarded")
+    (root / "tokens").write_text(TOKENS)
+    flags = ("--token-file", root / "tokens", "--max-queue", 20, "--user-quota", 5)
+    made = Server(tiny_model, root / "data", *flags)
+    made.tokens = root / "tokens"
+    yield made
+    made.kill()
+
+
+@pytest.fixture
+def guarded(with_tokens):
+    """A server of `USERS`, of whom eve operates it. A test may change its file `tokens`."""
+    yield with_tokens
+    with_tokens.tokens.write_text(TOKENS)
+    with_tokens.http.cookies.clear()

@@ -19,10 +19,16 @@ from threading import Thread
 
 import httpx
 import numpy as np
+import psutil
 from PIL import Image
+
+from ltx2rt.media.mp4 import EXACT, write_mp4
 
 # Fields with the prompt of a fake replica
 SMALL = {"pipeline": "one-stage", "size": "64x64", "num_frames": 9}
+NAMES = ("ann", "bob", "eve")
+TOKENS = "".join(f"{name} {name}-token-0123456789\n" for name in NAMES)[:-1] + " operator\n"
+USERS = {name: {"authorization": f"Bearer {name}-token-0123456789"} for name in NAMES}
 
 
 class Server:
@@ -86,23 +92,24 @@ class Server:
         return self.http.get(f"/v1/videos/{id}").json()
 
     def until(self, id, *statuses, timeout_s=60):
-        end = time.monotonic() + timeout_s
-        while (video := self.get(id))["status"] not in (statuses or ("completed", "failed")):
-            assert time.monotonic() < end, video
-            time.sleep(0.05)
-        return video
+        statuses = statuses or ("completed", "failed")
+        return wait_for(lambda: (v := self.get(id))["status"] in statuses and v, timeout_s)
 
     def until_step(self, id, least=1):
-        end = time.monotonic() + 30
-        while ((video := self.get(id))["x"]["step"] or 0) < least:
-            assert time.monotonic() < end and video["status"] != "failed", video
-            time.sleep(0.03)
+        wait_for(lambda: (self.get(id)["x"]["step"] or 0) >= least, 30)
 
     def until_segments(self, id, least):
         wait_for(lambda: sum(one["made"] for one in self.segments(id)) >= least, 60)
 
     def segments(self, id):
         return self.http.get(f"/v1/videos/{id}/segments").json()["data"]
+
+    def segment_folder(self, id):
+        """The folder of a job's segments once it runs, made here: its worker has no model."""
+        self.until_step(id)
+        folder = self.data / "out" / f"{id}.segments"
+        folder.mkdir()
+        return folder
 
     def kill(self, number=signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError):
@@ -116,7 +123,7 @@ def wait_for(condition, timeout_s=30):
     end = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < end
-        time.sleep(0.02)
+        time.sleep(0.03)
     return found
 
 
@@ -137,8 +144,8 @@ def data_url(data, kind="image/png"):
 
 
 def children(pid):
-    with contextlib.suppress(OSError):
-        return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return [child.pid for child in psutil.Process(pid).children()]
     return []
 
 
@@ -196,10 +203,14 @@ def sound(seconds=0.5):
     return file.getvalue()
 
 
+def write_segment(folder, frames):
+    """The first segment of a job: 25 frames with sound."""
+    how = {"num_frames": 25, "fps": Fraction(24), "container": EXACT, "sample_rate": 24000}
+    write_mp4(folder / "0000.mov", [frames], waveform=np.full((2, 25000), 0.25, np.float32), **how)
+
+
 def moving(directory, frames=25, size=64):
     """An MP4 file."""
-    from ltx2rt.media.mp4 import write_mp4
-
     path = directory / "moving.mp4"
     black = np.zeros((3, frames, size, size), np.float32)
     write_mp4(path, iter([black]), num_frames=frames, fps=Fraction(24))

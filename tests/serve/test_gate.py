@@ -1,18 +1,21 @@
 """Who may ask, how much at once, and for how long."""
 
 import contextlib
-import socket
 import time
-from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from ltx2rt.serve.gate import MAX_OF_USER
 from ltx2rt.serve.server import MAX_SILENT
-from tests.serve.serving import SMALL, wait_for
+from tests.serve.serving import SMALL, TOKENS, USERS, wait_for
 
-ANN, BOB = "ann-token-0123456789", "bob-token-0123456789"
+ANN, BOB, _ = USERS.values()
+
+
+@pytest.fixture
+def server(guarded):
+    return guarded
 
 
 @pytest.fixture
@@ -21,28 +24,20 @@ def connect():
     with contextlib.ExitStack() as opened:
 
         def call(server, text=b""):
-            parts = urlsplit(server.url)
-            made = opened.enter_context(
-                socket.create_connection((parts.hostname, parts.port), timeout=10)
-            )
+            made = opened.enter_context(server.socket(timeout=10))
             made.sendall(text)
             return made
 
         yield call
 
 
-@pytest.fixture
-def server(start, tmp_path):
-    (tmp_path / "tokens").write_text(f"ann {ANN}\nbob {BOB}\n")
-    return start("--token-file", tmp_path / "tokens")
+def asked(path, user, method="GET", more=""):
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: {user['authorization']}"
+    return f"{head}\r\n{more}\r\n".encode()
 
 
-def asked(path, token, method="GET", more=""):
-    return f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {token}\r\n{more}\r\n".encode()
-
-
-def as_user(server, token, method, path, **how):
-    return server.http.request(method, path, headers={"authorization": f"Bearer {token}"}, **how)
+def as_user(server, user, method="GET", path="/v1/videos", **how):
+    return server.http.request(method, path, headers=user, **how)
 
 
 def test_one_users_streams_leave_room_for_the_others(server, connect):
@@ -50,17 +45,17 @@ def test_one_users_streams_leave_room_for_the_others(server, connect):
     answers = [stream.recv(12) for stream in streams]
     assert answers.count(b"HTTP/1.1 200") == MAX_OF_USER
     assert answers.count(b"HTTP/1.1 429") == 20
-    assert as_user(server, BOB, "GET", "/v1/videos").status_code == 200
+    assert as_user(server, BOB).status_code == 200
     assert server.http.get("/healthz").status_code == 200
     for stream in streams:
         stream.close()
-    wait_for(lambda: as_user(server, ANN, "GET", "/v1/videos").status_code != 429, 30)
+    wait_for(lambda: as_user(server, ANN).status_code != 429, 30)
 
 
 def test_connections_that_ask_nothing_go_where_there_are_too_many(server, connect):
     silent = [connect(server, b"GET /") for _ in range(MAX_SILENT + 50)]
     assert server.http.get("/healthz", timeout=5).status_code == 200
-    assert as_user(server, BOB, "GET", "/v1/videos").status_code == 200
+    assert as_user(server, BOB).status_code == 200
     with contextlib.suppress(ConnectionResetError):
         assert silent[0].recv(1) == b""
     silent[-1].sendall(b"healthz HTTP/1.1\r\nhost: x\r\n\r\n")
@@ -76,7 +71,7 @@ def read(stream):
     return found
 
 
-def test_what_is_open_ends_when_its_token_is_revoked(server, connect, tmp_path):
+def test_what_is_open_ends_when_its_token_is_revoked(server, connect):
     """Streams of events and clips, a DELETE that waits, a body that comes in parts."""
     segments = {**SMALL, "segment_frames": 17, "num_frames": 33, "overlap": 9}
     made = as_user(server, BOB, "POST", "/v1/videos", json={"prompt": "900:0.02", **segments})
@@ -89,13 +84,13 @@ def test_what_is_open_ends_when_its_token_is_revoked(server, connect, tmp_path):
     ]
     kept = connect(server, asked("/v1/events", ANN))
     assert all(one.recv(12) == b"HTTP/1.1 200" for one in (*lasting[:3], kept))
-    (tmp_path / "tokens").write_text(f"ann {ANN}\nbob another-{BOB}\n")
+    server.tokens.write_text(TOKENS.replace(" bob-", " another-bob-"))
     begun = time.monotonic()
     ends = [read(one) for one in lasting]
     assert time.monotonic() - begun < 9  # a connection without a token is closed after 10 s
     assert ends[3].startswith(b"HTTP/1.1 401")
-    as_user(server, f"another-{BOB}", "DELETE", job)
-    assert as_user(server, BOB, "GET", "/v1/videos").status_code == 401
+    as_user(server, {"authorization": "Bearer another-bob-token-0123456789"}, "DELETE", job)
+    assert as_user(server, BOB).status_code == 401
     with pytest.raises(TimeoutError):
         kept.settimeout(0.5)
         while kept.recv(2**16):
@@ -103,6 +98,7 @@ def test_what_is_open_ends_when_its_token_is_revoked(server, connect, tmp_path):
 
 
 def test_requests_that_a_stop_cuts_off_leave_lines_and_no_traceback(server, connect):
+    """The last test: it ends the server."""
     stream = connect(server, asked("/v1/videos", ANN, "POST", "content-length: 900\r\n") + b"{")
     httpx.get(f"{server.url}/healthz")
     assert server.kill(15) == 143

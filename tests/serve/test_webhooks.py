@@ -20,9 +20,8 @@ from ltx2rt.serve.board import Board
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.supervisor import QueueThread
+from tests.serve.serving import TOKENS, USERS, wait_for
 
-NAMES = ("ann", "bob")
-TOKENS = "".join(f"{name} {name}-token-0123456789\n" for name in NAMES)
 SECRET = "whsec_" + base64.b64encode(bytes(range(32))).decode()
 
 
@@ -115,28 +114,20 @@ def test_openais_client_reads_the_event_of_each_end(hook):
         for status in ("completed", "failed", "cancelled"):
             id = ended(hook.queue, status)
             assert hook.send(receiver) == "delivered"
-            event = unwrapped(receiver.got.pop())
+            path, headers, body = receiver.got.pop()
+            event = unwrapped((path, headers, body))
             kind = "completed" if status == "completed" else "failed"
             assert (event.type, event.data.id) == (f"video.{kind}", id)
+            with pytest.raises(openai.InvalidWebhookSignatureError):  # it is of the body
+                unwrapped((path, headers, body.replace(kind, "elsewhere")))
         assert hook.send(receiver) is None and receiver.got == []
+        id = hook.queue.add("ann", "d", {}, {}).id
+        for _ in range(2):
+            hook.queue.cancel(id)
+        assert [(event.job, event.kind) for event in hook.queue.due()] == [(id, "failed")]
+        hook.queue.sent(hook.queue.due()[0].id, None)
         ended(hook.queue, user="bob")  # no address of bob's is known
         assert hook.send(receiver) is None
-
-
-def test_a_queued_job_that_is_cancelled_is_told(hook):
-    id = hook.queue.add("ann", "d", {}, {}).id
-    hook.queue.cancel(id)
-    hook.queue.cancel(id)
-    assert [(event.job, event.kind) for event in hook.queue.due()] == [(id, "failed")]
-
-
-def test_a_signature_is_of_the_body(hook):
-    ended(hook.queue)
-    with Receiver(200) as receiver:
-        hook.send(receiver)
-    path, headers, body = receiver.got[0]
-    with pytest.raises(openai.InvalidWebhookSignatureError):
-        unwrapped((path, headers, body.replace("completed", "failed")))
 
 
 def test_an_event_waits_for_an_address_that_fails_also_over_a_restart(hook):
@@ -193,27 +184,26 @@ class Stall(Answer):
                 self.wfile.write(b"H")
 
 
-@pytest.mark.parametrize("every_s", [0.1, 60])
-def test_a_receiver_that_does_not_end_its_answer_holds_up_nobody(every_s, start, tmp_path):
+def test_a_receiver_that_does_not_end_its_answer_holds_up_nobody(start, tmp_path):
     """Neither other users' events, nor anything that the server is asked, nor its end."""
-    hooks = tmp_path / "hooks"
-    with Stalling(every_s) as stalling, Receiver(200) as receiver:
+    hooks, (ann, bob, eve) = tmp_path / "hooks", USERS.values()
+    with Stalling(0.1) as stalling, Stalling(60) as silent, Receiver(200) as receiver:
         (tmp_path / "tokens").write_text(TOKENS)
-        hooks.write_text(f"ann {stalling.url} {SECRET}\nbob {receiver.url} {SECRET}\n")
+        lines = ("ann", stalling), ("eve", silent), ("*", receiver)
+        hooks.write_text("".join(f"{name} {to.url} {SECRET}\n" for name, to in lines))
         server = start("--webhooks", hooks, "--token-file", tmp_path / "tokens")
-        as_ann, as_bob = ({"authorization": f"Bearer {name}-token-0123456789"} for name in NAMES)
-        for _ in range(12):
-            made = server.post(headers=as_ann)
-            server.http.post(f"/v1/videos/{made.json()['id']}/cancel", headers=as_ann)
-        made = server.post(headers=as_bob)
-        for _ in range(200):
-            if receiver.got:
-                break
-            threading.Event().wait(0.05)
+        for user in (ann, eve) * 6:
+            made = server.post(headers=user)
+            server.http.post(f"/v1/videos/{made.json()['id']}/cancel", headers=user)
+        made = server.post(headers=bob)
+        wait_for(lambda: receiver.got)
         assert unwrapped(receiver.got[0]).data.id == made.json()["id"]
-        assert len(stalling.got) == 1  # one at a time
+        assert (len(stalling.got), len(silent.got)) == (1, 1)  # one at a time
         assert server.http.get("/readyz", timeout=5).status_code == 200
-        assert server.http.delete(f"/v1/videos/{made.json()['id']}", headers=as_bob).is_success
+        told = wait_for(lambda: server.lines("webhook"))
+        assert told[0]["outcome"] == "delivered"
+        assert "ltx2rt_webhooks_total" in server.http.get("/metrics", headers=eve).text
+        assert server.http.delete(f"/v1/videos/{made.json()['id']}", headers=bob).is_success
         assert server.kill(15) == 143
 
 
@@ -223,11 +213,7 @@ def test_an_exchange_ends_however_slowly_its_answer_comes(hook, monkeypatch):
     before = threading.active_count()
     with Stalling(0.1) as stalling:
         assert hook.send(stalling) == "failed"
-    for _ in range(200):  # until the threads of both ends are over
-        if threading.active_count() <= before:
-            break
-        threading.Event().wait(0.05)
-    assert threading.active_count() <= before
+    wait_for(lambda: threading.active_count() <= before)  # the threads of both ends are over
 
 
 def test_an_address_that_no_resolver_takes_is_tried_again(hook):
@@ -260,18 +246,3 @@ def test_a_wrong_file_is_refused(line, said, tmp_path):
     with pytest.raises(InputError, match=said) as refused:
         webhooks.read_hooks(tmp_path / "hooks")
     assert "\n" not in str(refused.value) and os.fspath(tmp_path) in str(refused.value)
-
-
-def test_a_server_tells_of_its_jobs(start, tmp_path):
-    with Receiver(200) as receiver:
-        (tmp_path / "hooks").write_text(f"* {receiver.url} {SECRET}")
-        server = start("--webhooks", tmp_path / "hooks")
-        id = server.made("1:0")
-        server.kill(15)  # sends nothing that is not due
-        server = start("--webhooks", tmp_path / "hooks")
-        for _ in range(200):
-            if receiver.got:
-                break
-            threading.Event().wait(0.05)
-        assert unwrapped(receiver.got[0]).data.id == id
-        assert "ltx2rt_webhooks_total" in server.http.get("/metrics").text
