@@ -12,6 +12,11 @@ def tiny_model(tiny):
 
 
 @pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture
 def start(tiny_model, tmp_path):
     """start(*flags) -> Server, in one folder unless `data` is another."""
     started = []

@@ -15,11 +15,6 @@ CLIP = {"prompt": "a fox", "size": "64x64", "num_frames": 9, "seed": 1, "steps":
 
 
 @pytest.fixture
-def anyio_backend():
-    return "asyncio"
-
-
-@pytest.fixture
 def folder(tmp_path):
     made = Folder(tmp_path / "data")
     yield made
@@ -61,15 +56,3 @@ async def test_what_takes_too_long_is_refused_and_ends_its_process(admission, mo
     monkeypatch.undo()
     assert (await planner.admit(CLIP, None)).job["n"] == 1
     await planner.stop()
-
-
-def test_the_server_opens_no_sound_and_no_video(start, tmp_path):
-    opened = tmp_path / "opened"
-    server = start(env={"FAKE_OPENED": str(opened)})
-    form = {name: (None, str(value)) for name, value in {**CLIP, "pipeline": "a2v"}.items()}
-    files = {**form, "audio_path": ("x.wav", sound())}
-    assert server.http.post("/v1/videos", files=files).status_code == 200
-    (name,) = [path.name for path in (server.data / "in").iterdir()]
-    lines = opened.read_text().splitlines()
-    assert any(f".{name}" in line for line in lines)  # it was kept
-    assert [line for line in lines if line.endswith(f"/in/{name}")] == []

@@ -20,7 +20,9 @@ import pytest
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.serve import remote
-from ltx2rt.serve.batch import Line, Results, Shard, parse_shard, read_lines
+from ltx2rt.serve.admission import Admission
+from ltx2rt.serve.batch import Line, Results, Shard, made_by, parse_shard, read_lines
+from ltx2rt.session.options import ModelOptions
 from tests.serve.serving import SMALL, png
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
@@ -68,11 +70,6 @@ def completed(output):
 
 
 def test_bad_lines_are_all_said_before_anything_runs(batch, server, tmp_path):
-    lines = [job(1), "{", "[]", job(1), job("/../x"), {"prompt": "no id"}]
-    ran, output = batch(lines)
-    assert ran.returncode == 2
-    said = ("2: no JSON", "3: no JSON", "4: id 'j1' is that of line 1", "5: id", "6: id")
-    assert all(f"line {words}" in ran.stderr for words in said), ran.stderr
     (tmp_path / "damaged.png").write_bytes(png(200, 100)[:-60])
     ran, output = batch(
         [
@@ -119,47 +116,44 @@ def test_what_is_done_is_not_made_again_what_changed_or_failed_is(batch):
     assert (output / "j3.mp4").read_text().split()[1] == seeds[3]  # drawn from the job itself
 
 
-def test_clips_of_another_model_are_not_replaced(batch, server, tiny_model, tmp_path):
-    """Another flag, and another file of equal header, are another model; a server has the same."""
-    ran, output = batch([job(1)], server=server)
+def test_a_result_states_its_model_and_another_one_replaces_no_clip(batch, server):
+    ran, output = batch([line := job(1, loras=[{"name": "style"}])], server=server)
     assert ran.returncode == 0, ran.stderr
-    (line,) = (output / "results.jsonl").read_text().splitlines()
-    model = json.loads(line)["model"]
-    assert model["name"] == tiny_model.name and len(model["digest"]) == 20
-    assert [name for name, *_ in model["loras"]] == ["tiny-2.3-distilled-lora.safetensors"]
-    before, other = (output / "j1.mp4").read_bytes(), tmp_path / tiny_model.name
-    shutil.copytree(tiny_model, other)
+    told = json.loads((path := output / "results.jsonl").read_text())
+    assert told["model"] == server.http.get("/v1/models").json()["data"][0]["x"]
+    (lora,) = server.http.get("/v1/loras").json()["data"]
+    assert told["loras"] == [["style", lora["x"]["digest"]]]
+    path.write_text(json.dumps(told | {"model": told["model"] | {"digest": "0"}}) + "\n")
+    ran, _ = batch([line], server=server)
+    assert ran.returncode == 2 and "the clip of j1 in" in ran.stderr, ran.stderr
+
+
+def test_what_is_done_is_of_the_same_model_and_loras(tiny_model, tmp_path):
+    """Another flag, and another file of equal header, are another model; a job whose LoRA is
+    another file is made again."""
+
+    def made(model=tiny_model, **more):
+        options = ModelOptions("cuda", model, device="cpu", **more)
+        return made_by(Admission(options, tmp_path, default="two-stage"))
+
+    shutil.copytree(tiny_model, other := tmp_path / tiny_model.name)
     with (other / "tiny-2.3.safetensors").open("r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\x01")
-    for changed, key, *flags in (
-        (job(1), "weights_", "--weights-dtype", "int8"),
-        (job(1, "2:0.01"), "digest", "--model", other),
-    ):
-        ran, _ = batch([changed], *flags)
-        assert ran.returncode == 2, ran.stderr
-        assert f"the clip of j1 in {output} is of another model ({key}" in ran.stderr
-    assert batch([job(2)], "--model", other)[0].returncode == 0
-    (output / "j2.mp4").unlink()
-    ran, _ = batch([job(1), job(2)])
-    assert ran.returncode == 0 and "2 jobs, 1 to make" in ran.stderr, ran.stderr
-    assert (output / "j1.mp4").read_bytes() == before
-
-
-def test_a_job_whose_lora_is_another_file_is_made_again(batch, tiny_model, tmp_path):
-    (tmp_path / "loras").mkdir()
-    for name in ("fox", "hen"):
-        lora = tmp_path / "loras" / f"{name}.safetensors"
-        shutil.copy(tiny_model / "tiny-2.3-distilled-lora.safetensors", lora)
-    lines = [job(1, loras=[{"name": "hen"}]), job(2, loras=[{"name": "fox"}]), job(3)]
-    ran, _ = batch(lines, "--loras", lora.parent)
-    assert ran.returncode == 0 and "3 to make" in ran.stderr, ran.stderr
-    with lora.open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\x01")
-    ran, _ = batch(lines, "--loras", lora.parent)
-    assert ran.returncode == 0, ran.stderr
-    assert "1 to make here; j1.mp4 will be replaced" in ran.stderr
+    model = made()
+    assert model["name"] == tiny_model.name and len(model["digest"]) == 20
+    assert [name for name, *_ in model["loras"]] == ["tiny-2.3-distilled-lora.safetensors"]
+    (tmp_path / "j1.mp4").touch()
+    Results(tmp_path, Shard()).keep(
+        "j1", "completed", "d", ["j1.mp4"], model=model, loras=[["hen", "1"]]
+    )
+    results = Results(tmp_path, Shard())
+    assert results.done(model, {"j1": [["hen", "1"]]}) == {"j1": "d"}
+    assert results.done(model, {"j1": [["hen", "2"]]}) == {}
+    assert results.done(made(other), {"j2": []}) == {"j1": "d"}
+    for changed, key in ((made(weights_dtype="int8"), "weights_"), (made(other), "digest")):
+        with pytest.raises(InputError, match=rf"the clip of j1 in .* is of another model \({key}"):
+            results.done(changed, {"j1": []})
 
 
 @pytest.mark.long
@@ -219,18 +213,12 @@ def test_a_job_that_failed_is_tried_again(batch, server):
 
 
 @pytest.mark.long
-def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server, tmp_path):
-    """Checked whole, made, killed and resumed; a job without a seed has that of a batch without a
-    server."""
-    wrong = [job(1, size="65x64"), job(2), job(3, images=[{"path": "none.png"}])]
-    ran, output = batch(wrong, server=server)
-    assert ran.returncode == 2 and ran.stderr.count("\n") == 1, ran.stderr
-    assert "line 1 (j1): size: width 65" in ran.stderr
-    assert "line 3 (j3): images: " in ran.stderr and "none.png: cannot" in ran.stderr
+def test_a_server_makes_them_and_is_asked_for_none_twice(batch, server):
+    """Made, killed and resumed; a job without a seed has that of a batch without a server."""
     before = len({line["job"] for line in server.lines("queued")})
     lines = [job(n, "20:0.05") | {"n": 1 + n % 2} for n in range(4)]
     batch(lines, server=server, kill_after_s=3)
-    ran, _ = batch(lines, server=server)
+    ran, output = batch(lines, server=server)
     assert ran.returncode == 0, ran.stderr
     assert completed(output) == {f"j{n}" for n in range(4)}
     assert len({line["job"] for line in server.lines("queued")}) == before + 4
@@ -340,21 +328,21 @@ def test_a_batch_on_the_tiny_checkpoint_with_an_image(batch, tmp_path):
     assert durations(output / "j1.mp4").video_s == pytest.approx(0.375, abs=0.01)
 
 
-def test_lines_are_read_with_their_numbers(tmp_path):
-    (tmp_path / "jobs").write_text('\n{"id": "a"}\n\n{"id": "b", "seed": 1}\n')
-    found = [(line.number, line.id, line.given) for line in read_lines(tmp_path / "jobs")]
-    assert found == [(2, "a", {}), (4, "b", {"seed": 1})]
-
-
 def test_lines_end_at_a_newline_alone_and_have_a_length(tmp_path):
     path, prompt = tmp_path / "jobs", "a\u2028b\u0085c\u2029d"
     line = json.dumps({"id": "é", "prompt": prompt}, ensure_ascii=False)
     path.write_text(f"{line}\r\n\n{line.replace('é', 'b')}", "utf-8", newline="")
-    found = [(line.number, line.given["prompt"]) for line in read_lines(path)]
-    assert found == [(1, prompt), (3, prompt)]
+    found = [(line.number, line.id, line.given["prompt"]) for line in read_lines(path)]
+    assert found == [(1, "é", prompt), (3, "b", prompt)]
     path.write_text('{"id": "a"}\n{"id": "b", "prompt": "' + "x" * 10**6 + '"}\n')
     with pytest.raises(InputError, match=r"line 2: 1000025 characters, expected at most 1000000$"):
         read_lines(path)
+    lines = [job(1), "{", [], job(1), job("/../x"), {"prompt": "no id"}]
+    path.write_text("\n".join(line if line == "{" else json.dumps(line) for line in lines))
+    with pytest.raises(InputError) as refused:
+        read_lines(path)
+    for words in ("2: no JSON", "3: no JSON", "4: id 'j1' is that of line 1", "5: id", "6: id"):
+        assert f"line {words}" in str(refused.value)
     path.write_text('{"id": "a\u0661"}')
     with pytest.raises(InputError, match="line 1: id 'a\u0661', expected letters, digits 0 to 9"):
         read_lines(path)

@@ -12,7 +12,7 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve import queue as module
-from ltx2rt.serve.jobs import JOB_ID, failure, new_id
+from ltx2rt.serve.jobs import JOB_ID, failure
 from ltx2rt.serve.queue import MAX_ATTEMPTS, Queue
 from ltx2rt.serve.refusal import Refusal
 
@@ -33,12 +33,8 @@ def test_a_job_goes_through_the_queue_once(queue):
     made = add(queue)
     assert JOB_ID.fullmatch(made.id) and made.status == "queued" and not made.over
     claimed = queue.claim()
-    assert (claimed.id, claimed.status, claimed.epoch, claimed.attempts) == (
-        made.id,
-        "in_progress",
-        1,
-        1,
-    )
+    assert (claimed.id, claimed.status) == (made.id, "in_progress")
+    assert claimed.epoch == claimed.attempts == 1
     assert queue.claim() is None
     assert queue.finish(made.id, 1, "completed", result={"file": "f.mp4"})
     assert not queue.finish(made.id, 1, "failed") and queue.get(made.id).result == {"file": "f.mp4"}
@@ -62,19 +58,10 @@ def test_a_job_that_replicas_die_under_fails_the_third_time(queue):
         if claimed.deaths == 0 and claimed.id == other.id:
             assert queue.get(made.id).deaths == 2
             claimed = queue.claim()
-        assert (
-            queue.give_back(made.id, claimed.epoch, failure("worker_died", "it died")).status
-            == status
-        )
+        after = queue.give_back(made.id, claimed.epoch, failure("worker_died", "it died"))
+        assert after.status == status
     assert queue.get(other.id).status == "in_progress"
     assert queue.get(made.id).error["code"] == "worker_died"
-
-
-def test_a_server_that_stops_does_not_count_against_the_job(queue):
-    made = add(queue)
-    for _ in range(module.MAX_ATTEMPTS - 1):
-        assert queue.give_back(made.id, queue.claim().epoch).status == "queued"
-    assert queue.give_back(made.id, queue.claim().epoch).status == "failed"
 
 
 def test_the_least_served_user_then_his_highest_priority_then_the_oldest(queue):
@@ -95,18 +82,6 @@ def test_a_priority_takes_nothing_from_other_users(queue):
         add(queue, "a", priority=9)
     add(queue, "b")
     assert "b" in [queue.claim().user for _ in range(2)]
-
-
-def test_videos_are_counted_not_jobs(tmp_path):
-    queue = Queue(tmp_path / "jobs.db", most=200, most_of_user=20)
-    for _ in range(2):
-        queue.add("a", "d", {}, {"images": [], "n": 8})
-    with pytest.raises(Refusal, match="16 videos wait, at most 20 may"):
-        queue.add("a", "d", {}, {"images": [], "n": 8})
-    for _ in range(4):
-        add(queue, "a")
-    with pytest.raises(Refusal, match="20 videos wait"):
-        add(queue, "a")
 
 
 def test_work_is_shared_not_jobs(queue):
@@ -139,16 +114,20 @@ def test_loaded_loras_are_preferred_for_a_while(queue):
     assert claimed == ["x", "x", "x", "x", "y"]
 
 
-def test_limits_say_who_has_too_many(tmp_path):
-    queue = Queue(tmp_path / "jobs.db", most=3, most_of_user=2)
+def test_limits_count_videos_and_say_who_has_too_many(tmp_path):
+    queue = Queue(tmp_path / "jobs.db", most=15, most_of_user=10)
+
+    def refused(user, code, words, n=1):
+        with pytest.raises(Refusal, match=words) as full:
+            queue.add(user, "d", {}, {**JOB, "n": n})
+        assert full.value.code == code
+
+    queue.add("a", "d", {}, {**JOB, "n": 8})
+    refused("a", "user_queue_full", "8 videos wait, at most 10 may", n=4)
     add(queue, "a"), add(queue, "a")
-    with pytest.raises(Refusal) as full:
-        add(queue, "a")
-    assert full.value.code == "user_queue_full"
-    add(queue, "b")
-    with pytest.raises(Refusal) as full:
-        add(queue, "m")
-    assert full.value.code == "queue_full"
+    refused("a", "user_queue_full", "10 videos wait")
+    queue.add("b", "d", {}, {**JOB, "n": 5})
+    refused("m", "queue_full", "15 videos wait, at most 15 may")
     queue.claim()
     add(queue, "m")
 
@@ -175,23 +154,6 @@ def test_cancel_ends_what_waits_and_asks_what_runs(queue):
     assert queue.delete(runs.id) and queue.get(runs.id) is None and queue.cancel(runs.id) is None
 
 
-def test_a_thousand_jobs_are_cancelled_once_each():
-    queue = Queue(":memory:", most=10**5)
-    ids = [add(queue).id for _ in range(1000)]
-    assert {queue.cancel(id).status for _ in range(2) for id in ids} == {"cancelled"}
-    assert queue.claim() is None and queue.counts()["cancelled"] == len(ids)
-    assert all(queue.delete(id) for id in ids) and not any(queue.delete(id) for id in ids)
-
-
-def test_a_clock_that_is_set_back_changes_no_order(queue, monkeypatch):
-    first = add(queue).id
-    now = time.time()
-    monkeypatch.setattr(module.time, "time", lambda: now - 3600)
-    second = add(queue).id
-    assert [queue.claim().id for _ in range(2)] == [first, second]
-    assert [job.id for job in queue.page("a")[0]] == [second, first]
-
-
 def test_pages_follow_the_order_of_arrival(queue):
     ids = [add(queue).id for _ in range(45)]
     add(queue, "b")
@@ -208,12 +170,6 @@ def test_pages_follow_the_order_of_arrival(queue):
         queue.page("b", after=ids[0])
 
 
-def test_ids_sort_by_time():
-    first = new_id()
-    time.sleep(0.002)
-    assert first < new_id()
-
-
 def test_ids_sort_by_arrival_and_runs_have_their_length_whatever_the_clock_says(
     tmp_path, monkeypatch
 ):
@@ -223,6 +179,8 @@ def test_ids_sort_by_arrival_and_runs_have_their_length_whatever_the_clock_says(
         monkeypatch.setattr(module.time, "time", lambda now=now: now)
         ids.append(add(queue).id)
     assert ids == sorted(ids) and all(JOB_ID.fullmatch(id) for id in ids)
+    assert [job.id for job in queue.page("a")[0]] == ids[::-1]
+    assert [queue.claim().id for _ in ids[1:]] == ids[:-1]
     job = queue.claim()
     monkeypatch.setattr(module.time, "time", lambda: 1e9)
     time.sleep(0.01)
@@ -314,7 +272,19 @@ import os, pathlib, sqlite3, sys, json
 from ltx2rt.serve import queue as module
 from ltx2rt.serve.folder import Folder, publish
 
-root, last = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+base = pathlib.Path(sys.argv[1])
+for last in range(1, 200, int(sys.argv[2])):
+    (root := base / str(last)).mkdir()
+    for attempt in range(8):
+        if (child := os.fork()) == 0:
+            break
+        if (status := os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) == 0:
+            break
+    if child == 0:
+        last = last if attempt < 2 else 10**9
+        break
+    if attempt == status == 0:
+        sys.exit(0)
 passed = 0
 def point(*_):  # every statement of SQLite, every rename, removal and opened file
     global passed
@@ -354,49 +324,23 @@ print(passed)
 def test_death_at_every_commit_rename_and_sync_loses_nothing_and_doubles_nothing(stride, tmp_path):
     """One process is worker and server. It dies at every point of two runs, or every third."""
     driver = tmp_path / "driver.py"
-    forks = SCENARIO.replace("root, last = pathlib.Path(sys.argv[1]), int(sys.argv[2])", """
-base = pathlib.Path(sys.argv[1])
-for point_no in range(1, 200, STRIDE):
-    root, last = base / str(point_no), point_no
-    root.mkdir()
-    statuses = []
-    for attempt in range(8):
-        child = os.fork()
-        if child == 0:
-            break
-        statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        if statuses[-1] == 0:
-            break
-    if child == 0:
-        last = last if attempt < 2 else 10**9
-        break
-    if statuses == [0]:
-        sys.exit(0)
-""".replace("STRIDE", str(stride)))  # fmt: skip
-    driver.write_text(forks)
+    driver.write_text(SCENARIO)
     ran = subprocess.run(
-        [sys.executable, driver, tmp_path], capture_output=True, text=True, timeout=300
+        [sys.executable, driver, tmp_path, str(stride)], capture_output=True, text=True, timeout=300
     )
     assert ran.returncode == 0, ran.stderr
     roots = [path for path in tmp_path.iterdir() if path.is_dir()]
     assert len(roots) > 30 // stride, ran.stderr
     reruns = 0
     for root in roots:
-        rows = (
-            sqlite3.connect(root / "jobs.db")
-            .execute("SELECT id, status, epoch, job, result FROM jobs")
-            .fetchall()
-        )
-        accepted, runs = (
-            [] if not (root / name).exists() else (root / name).read_text().split()
-            for name in ("accepted", "runs")
-        )
+        jobs = sqlite3.connect(root / "jobs.db").execute("SELECT id, status, job, result FROM jobs")
+        rows, files = jobs.fetchall(), [root / name for name in ("accepted", "runs")]
+        accepted, runs = (file.read_text().split() if file.exists() else [] for file in files)
         assert {row[0] for row in rows} >= set(accepted), root.name
-        for id, status, _, job, result in rows:
+        for id, status, job, result in rows:
             assert status == "completed", root.name
-            assert (root / "out" / json.loads(result)["file"]).read_text() == str(
-                json.loads(job)["n"]
-            )
+            made = (root / "out" / json.loads(result)["file"]).read_text()
+            assert made == str(json.loads(job)["n"])
             assert len(list((root / "out").glob(f"{id}*.mp4"))) == 1
         assert not list((root / "out").glob(".*"))
         reruns += len(runs) > len(rows)
@@ -404,9 +348,8 @@ for point_no in range(1, 200, STRIDE):
     assert 0 < reruns < len(roots)
 
 
-@pytest.mark.parametrize("seed", [int(os.environ.get("LTX2RT_TEST_SEED", "11"))])
-def test_a_delete_that_races_the_end_has_one_outcome(queue, seed):
-    chance = random.Random(seed)
+def test_a_delete_that_races_the_end_has_one_outcome(queue):
+    chance = random.Random(int(os.environ.get("LTX2RT_TEST_SEED", "11")))
     for _ in range(40):
         job = add(queue)
         claimed = queue.claim()
@@ -476,7 +419,6 @@ def test_a_job_that_goes_on_is_given_as_many_runs_as_it_takes(queue):
         queue.went_on(job.id, job.epoch - 1)  # late, of another run
         queue.went_on(job.id, job.epoch)
         assert queue.give_back(job.id, job.epoch).status == "queued"
-    for _ in range(MAX_ATTEMPTS - 1):
-        job = queue.claim()
-        after = queue.give_back(job.id, job.epoch)
-    assert after.status == "failed" and "without a result" in after.error["message"]
+    ends = [queue.give_back(job.id, queue.claim().epoch) for _ in range(MAX_ATTEMPTS - 1)]
+    assert {end.status for end in ends[:-1]} == {"queued"} and ends[-1].status == "failed"
+    assert "without a result" in ends[-1].error["message"]
