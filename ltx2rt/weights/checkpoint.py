@@ -327,11 +327,9 @@ def _with_connectors(
     donor: TensorFile | TensorFolder | None = None,
 ) -> RenamedSource | None:
     """Connectors and text projection of the main file, else of fitting files near it or the donor."""
-    widths = (config.width, config.audio_width)
-    if config.caption_projection:
-        widths = (config.caption_channels,) * 2
-    registers = [f"{prefix}learnable_registers" for prefix in CONNECTORS]
-    expected = dict(zip(registers, widths, strict=True))
+    own = (config.width, config.audio_width)
+    widths = (config.caption_channels,) * 2 if config.caption_projection else own
+    expected = dict(zip(map("{}learnable_registers".format, CONNECTORS), widths, strict=True))
 
     def part(source: RenamedSource, prefix: str) -> list[str]:
         """Its names with a prefix, if the connectors' width or the projection's kind fits."""

@@ -21,7 +21,6 @@ from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.changes import own_scale
 from ltx2rt.weights.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
 from ltx2rt.weights.files import (
-    TensorFile,
     TensorInfo,
     TensorReader,
     open_file,
@@ -68,7 +67,8 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
         kind = file_kind(open_file(path))
     describe = {"main": _checkpoint, "checkpoint": _checkpoint, "lora": _lora, "gemma": _gemma}
     describe |= dict.fromkeys(UPSAMPLERS, _upsampler)
-    found = describe.get(kind or "", _part if kind in ROWS else _other)(path)
+    part = kind in ROWS and path.is_file()
+    found = describe.get(kind or "", _part if part else _other)(path)
     return {"path": str(path), "missing": [], "problems": []} | found
 
 
@@ -89,15 +89,12 @@ def _comfy(path: Path, tree: Path) -> dict[str, Any]:
 def _row(kind: str, path: Path) -> dict[str, Any]:
     """A part in a few words."""
     file = open_tensors(path)
-    family = release_of(file) if kind == "main" else stated(file.metadata)
-    sizes = type_bytes(dequantised(file))
-    if kind == "gemma":
-        with suppress(InputError):
+    release = release_of(file) if kind == "main" else stated(file.metadata)
+    family, sizes = release and f"LTX-{release}", type_bytes(dequantised(file))
+    with suppress(InputError):
+        if kind == "gemma":
             family = open_gemma(path)[0].family
-    elif family:
-        family = f"LTX-{family}"
-    elif kind in UPSAMPLERS:
-        with suppress(InputError):
+        elif not family and kind in UPSAMPLERS:
             family = _upsampler(path)["family"] or ""
     found = {"path": str(path), "kind": PARTS[kind].word, "family": family}
     return found | {"types": mix(sizes), "bytes": sum(sizes.values())}
@@ -199,12 +196,11 @@ def _one_or_all(values: Iterable[float]) -> float | list[float] | None:
 
 def _gemma(path: Path) -> dict[str, Any]:
     config, source = open_gemma(path)
-    sizes = {"hidden": config.hidden_size, "layers": config.num_layers}
-    sizes["vocabulary"] = config.vocab_size
+    sizes = {"hidden": "hidden_size", "layers": "num_layers", "vocabulary": "vocab_size"}
     return {
         "kind": "Gemma folder" if path.is_dir() else PARTS["gemma"].word,
         "family": config.family,
-        "sizes": sizes,
+        "sizes": {word: getattr(config, name) for word, name in sizes.items()},
         "components": {"gemma": _tensors(source)} | _beside(path),
         "missing": [] if has_tokenizer(path) else ["tokenizer.json"],
     }
@@ -222,34 +218,30 @@ def _beside(path: Path) -> dict[str, Any]:
 
 
 def _part(path: Path) -> dict[str, Any]:
-    """A file of LTX-2.5 with a part of the model; a diffusers folder is an `_other`."""
-    if path.is_dir():
-        return _other(path)
+    """A file of LTX-2.5 with a part of the model."""
     file = open_file(path)
-    kind = str(file_kind(file))
-    version = file.metadata.get("model_version")
+    kind, version = str(file_kind(file)), file.metadata.get("model_version")
     found = {name: _tensors(source) for name, source in component_sources(kind, file).items()}
     return {"kind": PARTS[kind].word, "version": version, "components": found}
 
 
 def _upsampler(path: Path) -> dict[str, Any]:
     place = open_part(PARTS["upsampler"], path)["upsampler"]
-    config, source = place.read(PARTS["upsampler"], {}), place.source
-    version = None if path.is_dir() else TensorFile(path).metadata.get("model_version")
+    config = place.read(PARTS["upsampler"], {})
+    version = place.file and place.file.metadata.get("model_version")
     old = config.rational and config.scale == 2
     return {
         "kind": f"{config.kind} upsampler",
         "family": None if config.temporal or version else "LTX-2.0" if old else "LTX-2.3",
         "version": version,
         "sizes": {"in_channels": config.in_channels, "mid_channels": config.mid_channels},
-        "components": {"upsampler": _tensors(source)},
+        "components": {"upsampler": _tensors(place.source)},
     }
 
 
 def _other(path: Path) -> dict[str, Any]:
-    tensors = open_tensors(path)
-    name, kind = folder_kind(path) if path.is_dir() else None, "unknown"
-    if name:
+    tensors, kind = open_tensors(path), "unknown"
+    if path.is_dir() and (name := folder_kind(path)):
         kind = f"diffusers component ({name})"
     elif tensors.architecture:
         kind = f"GGUF file of {tensors.architecture!r:.40}, which is not of LTX-2"
@@ -289,7 +281,7 @@ def format_inspection(found: dict[str, Any]) -> str:
         lines.append(f"  {row['path']}: {', '.join(filter(None, facts))}")
     for name, part in found["components"].items():
         mixed, sizes = len(part["dtypes"]) > 1, part["dtype_bytes"]
-        each = {d: f" ({sizes[d] / 1e9:.3g} GB)" if mixed else "" for d in part["dtypes"]}
+        each = {d: f" ({gigabytes(sizes[d])})" if mixed else "" for d in part["dtypes"]}
         dtypes = ", ".join(f"{count} {d}{each[d]}" for d, count in part["dtypes"].items())
         count = f"{name or 'tensors':<12}{part['tensors']:>6} tensors"
         lines.append(f"  {count} {part['bytes'] / 1e9:>9.3f} GB  {dtypes}")

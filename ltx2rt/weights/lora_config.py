@@ -29,15 +29,12 @@ ALPHAS, RANKS = ("lora_alpha", "alpha"), ("lora_rank", "rank", "r")  # plain num
 _PREFIX = {"transformer": "transformer", "text": "connectors", "gemma": "text_encoder"}
 # Settings of PEFT that change the tensors' meaning, and their neutral values.
 _PLAIN: dict[str, tuple[Any, ...]] = {
-    "fan_in_fan_out": (False,),
-    "use_qalora": (False,),
+    **dict.fromkeys(("fan_in_fan_out", "use_qalora", "coft"), (False,)),
     "use_bdlora": (False, None),
-    "layer_replication": (None, []),
-    "alora_invocation_tokens": (None, []),
+    **dict.fromkeys(("layer_replication", "alora_invocation_tokens"), (None, [])),
     "target_parameters": (None, []),
     "trainable_token_indices": (None, [], {}),
     "arrow_config": (None,),
-    "coft": (False,),
     "use_cayley_neumann": (True,),
     "num_cayley_neumann_terms": (5,),
 }
@@ -89,11 +86,11 @@ class Config:
                     raise InputError(f"{keys.where}: {name} = {value!r:.80}, which is not read")
             begun = str(keys.get("init_lora_weights", True)).lower()
             if begun.startswith(_CHANGES_BASE):
-                said = (
-                    f"init_lora_weights is {begun[:40]!r}, which changes the weights that the LoRA"
+                raise InputError(
+                    f"{keys.where}: init_lora_weights is {begun[:40]!r}, which changes the weights "
+                    "that the LoRA goes with; convert it by PEFT's save_pretrained with "
+                    "path_initial_model_for_weight_conversion"
                 )
-                way = "PEFT's save_pretrained with path_initial_model_for_weight_conversion"
-                raise InputError(f"{keys.where}: {said} goes with; convert it by {way}")
             if keys.get("use_dora", False) and not has_magnitudes:
                 said = "use_dora, but no tensor ends in lora_magnitude_vector"
                 raise InputError(f"{keys.where}: {said}; pass the complete file")

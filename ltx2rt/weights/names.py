@@ -22,26 +22,19 @@ _COMFY_GEMMA = re.compile(r"gemma\w*\.transformer\.")
 LLAMA_CPP = {  # llama.cpp's words for Gemma 3. Source: gguf-py's tensor_mapping.py
     "token_embd": "embed_tokens",
     "output_norm": "norm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
+    **{f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"},
     "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
+    **{f"attn_{x}_norm": f"self_attn.{x}_norm" for x in "qk"},
     "attn_norm": "input_layernorm",
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
+    **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
 }
 _LLAMA_CPP = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<word>\w+)\.weight")
 _GEMMA_PREFIX = re.compile(
     r"(?:language_model\.model\.|model\.language_model\.|model\.)?(?=(?:embed_tokens|layers|norm)\.)"
 )
-
-
 _FIELD = re.compile(
     r"\.weight\.(?:_data|_(scale)"
     r"|((?:nested_)?(?:absmax|quant_map)|quant_state)(?:\.bitsandbytes__\w+)?)$"

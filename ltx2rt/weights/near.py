@@ -61,8 +61,6 @@ SETTINGS = ("extra_model_paths.yaml", "extra_models_config.yaml")
 SEARCHED = (*FOLDERS, "model_patches")  # which holds parts of LTX-2.5
 # Parts in separate files; `Fit` decides their release.
 NEARBY = names_of(lambda part: part.header and part.name not in ("text", "lora", "main"))
-
-
 Given = Mapping[str, str | Path | None]  # files that flags name, by option
 Found = tuple[Path, TensorFile | TensorFolder | None, Parts, frozenset[str]]
 

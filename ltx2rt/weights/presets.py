@@ -26,6 +26,8 @@ from ltx2rt.config import (
     VocoderConfig,
 )
 from ltx2rt.errors import InputError
+from ltx2rt.weights.configs.gemma3 import TOKENS
+from ltx2rt.weights.configs.gemma4 import PLACEHOLDERS
 from ltx2rt.weights.configs.video_vae import chain
 from ltx2rt.weights.part_table import PARTS
 
@@ -76,20 +78,15 @@ def gemma(*sizes: int) -> GemmaConfig:
 
 def gemma4(*sizes: int, full: tuple[int, int], period: int) -> Gemma4Config:
     """full: key heads and head size of a full layer, the last of each `period`."""
-    return Gemma4Config(
-        **_gemma_fields(sizes, period),
-        full_num_kv_heads=full[0],
-        full_head_dim=full[1],
-        rope_fraction=0.25,
-        placeholder_ids=(258880, 258881, 258884),
-    )
+    own = {"full_num_kv_heads": full[0], "full_head_dim": full[1], "rope_fraction": 0.25}
+    placeholders = tuple(PLACEHOLDERS.values())
+    return Gemma4Config(**_gemma_fields(sizes, period), **own, placeholder_ids=placeholders)
 
 
 def _gemma_fields(sizes: tuple[int, ...], period: int) -> dict[str, Any]:
-    found: dict[str, Any] = dict(zip(GEMMA_FIELDS, sizes, strict=True))
+    found: dict[str, Any] = dict(zip(GEMMA_FIELDS, sizes, strict=True)) | TOKENS
     found["layer_is_sliding"] = tuple((n + 1) % period != 0 for n in range(found["num_layers"]))
-    found |= {"rope_theta": 1e6, "rope_local_theta": 1e4, "norm_eps": 1e-6}
-    return found | {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+    return found | {"rope_theta": 1e6, "rope_local_theta": 1e4, "norm_eps": 1e-6}
 
 
 FULL_GEMMA = gemma(262208, 3840, 48, 16, 8, 256, 15360, 1024)
@@ -123,8 +120,6 @@ SIZES |= {
     "ltx-2.5": replace(SIZES["ltx-2.3"], gemma=FULL_GEMMA_4, lora_rank=450),
     "tiny-2.5": replace(SIZES["tiny-2.3"], gemma=TINY_GEMMA_4),
 }
-
-
 # Scale and whether rational, by kind; None: as the generation's.
 UPSAMPLERS = {
     "x2": (Fraction(2), None),

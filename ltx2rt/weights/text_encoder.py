@@ -47,8 +47,14 @@ class Asset:
         if not self.name:
             return spm.of_proto(self.path.read_bytes(), str(self)).tokenizer_json()
         file = open_file(self.path)
-        if self.name == VOCABULARY[0]:
-            return _vocabulary(file).tokenizer_json()
+        if self.name == VOCABULARY[0] and (gguf := _with_vocabulary(file)):
+            found = gguf.arrays(*VOCABULARY)
+            sizes = {key: len(found.get(key, ())) for key in VOCABULARY}
+            if len({*sizes.values()}) > 1:
+                raise InputError(f"{gguf.path}: its vocabulary is of {sizes}; download it again")
+            first = gguf.metadata.get("tokenizer.ggml.add_space_prefix", "false") == "true"
+            pieces, scores, types = (found[key] for key in VOCABULARY)
+            return spm.Vocabulary(pieces, scores, types, first).tokenizer_json()
         if self.name not in file.names():
             return file.metadata[self.name].encode()
         data = file.read(self.name).tobytes()
@@ -57,26 +63,10 @@ class Asset:
         return data
 
 
-def _first(file: TensorFile | TensorFolder) -> TensorFile | TensorFolder:
-    return file.files[0] if isinstance(file, TensorFolder) and file.files else file
-
-
-def _vocabulary(file: TensorFile | TensorFolder) -> spm.Vocabulary:
-    """The SentencePiece vocabulary in the header of a GGUF file. Raises InputError."""
-    first = _first(file)
-    assert isinstance(first, GgufFile), first
-    found = first.arrays(*VOCABULARY)
-    space_first = first.metadata.get("tokenizer.ggml.add_space_prefix", "false") == "true"
-    sizes = {key: len(found.get(key, ())) for key in VOCABULARY}
-    if len({*sizes.values()}) > 1:
-        raise InputError(f"{first.path}: its vocabulary is of {sizes}; download it again")
-    return spm.Vocabulary(*(found[key] for key in VOCABULARY), space_first=space_first)
-
-
-def _has_vocabulary(file: TensorFile | TensorFolder) -> bool:
-    """Whether a file is a GGUF file with a SentencePiece vocabulary; others have merges."""
-    first = _first(file)
-    return isinstance(first, GgufFile) and {*VOCABULARY} <= first.long_arrays
+def _with_vocabulary(file: TensorFile | TensorFolder) -> GgufFile | None:
+    """The GGUF file, of parts the first, with a SentencePiece vocabulary; others have merges."""
+    first = file.files[0] if isinstance(file, TensorFolder) and file.files else file
+    return first if isinstance(first, GgufFile) and {*VOCABULARY} <= first.long_arrays else None
 
 
 def gemma_keys(path: Path) -> Keys:
@@ -150,7 +140,7 @@ def has_tokenizer(path: Path) -> bool:
 def _own_tokenizer(path: Path) -> Path | Asset | None:
     """The tokenizer in a text-encoder file, or beside one that may have it there."""
     file = open_file(path)
-    if _has_vocabulary(file):
+    if _with_vocabulary(file):
         return Asset(path, VOCABULARY[0])
     inside = {*file.names(), *file.metadata}
     if TOKENIZER_ASSET in inside:

@@ -63,9 +63,8 @@ def official(keys: Keys) -> AudioVaeConfig:
 def _check(keys: Keys) -> None:
     keys.must(**VAE_FIXED)
     keys.may(**VAE_USUAL)
-    if keys.get("attn_resolutions", None):
-        said = f"attn_resolutions = {keys.data['attn_resolutions']} is not supported, expected none"
-        raise InputError(f"{keys.where}: {said}")
+    if found := keys.get("attn_resolutions", None):
+        raise keys.wrong("attn_resolutions", found, "none")
 
 
 def official_json(a: AudioVaeConfig) -> dict[str, Any]:
@@ -115,15 +114,14 @@ def official_vocoder(keys: Keys, audio: AudioVaeConfig) -> VocoderConfig:
 
 def _paired(where: str, found: dict[str, Any]) -> dict[str, Any]:
     """Check that each rate has a kernel, each block's kernel dilations. Raises InputError."""
-    for one, other in (
+    for pair in (
         ("upsample_rates", "upsample_kernels"),
         ("resblock_kernels", "resblock_dilations"),
     ):
-        if len(found[one]) != len(found[other]):
-            counts = f"{len(found[one])} {one} and {len(found[other])} {other}"
-            raise InputError(
-                f"{where}: {counts}, expected as many; pass the checkpoint as it was released"
-            )
+        one, other = (f"{len(found[name])} {name}" for name in pair)
+        if len(found[pair[0]]) != len(found[pair[1]]):
+            said = f"{one} and {other}, expected as many; pass the checkpoint as it was released"
+            raise InputError(f"{where}: {said}")
     return found
 
 

@@ -4,7 +4,7 @@ of a GGUF file."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ltx2rt.config import Gemma4Config, GemmaConfig, TextConfig
@@ -47,19 +47,11 @@ GGUF_KEYS = {  # after "gemma3."
 GEMMA_SIZES = ("hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim",
                "intermediate_size", "vocab_size")  # fmt: skip
 GGUF_OPTIONS = (
-    "attention.value_length",
-    "attention.sliding_window_pattern",
-    "attention.causal",
-    "rope.dimension_count",
-    "rope.global.freq_base",
-    "rope.local.freq_base",
-    "rope.freq_base_swa",
-    "rope.scaling.type",
-    "rope.scaling.factor",
-    "rope.scaling.original_context_length",
-    "rope.scaling.finetuned",
-    "rope.scale_linear",
-)
+    "attention.value_length", "attention.sliding_window_pattern", "attention.causal",
+    "rope.dimension_count", "rope.global.freq_base", "rope.local.freq_base", "rope.freq_base_swa",
+    "rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length",
+    "rope.scaling.finetuned", "rope.scale_linear",
+)  # fmt: skip
 GGUF_TOKENS = {
     key: f"tokenizer.ggml.{word}_token_id"
     for key, word in zip(TOKENS, ("padding", "eos", "bos"), strict=True)
@@ -96,10 +88,13 @@ def sliding_layers(keys: Keys, num_layers: int) -> tuple[bool, ...]:
 
 def own_json(config: GemmaConfig | Gemma4Config) -> dict[str, Any]:
     """Keys of either Gemma's text branch that no row has."""
-    words = {sliding: word for word, sliding in LAYERS.items()}
     tokens = {key: getattr(config, key) for key in TOKENS}
-    layers = [words[sliding] for sliding in config.layer_is_sliding]
+    layers = layer_words(config.layer_is_sliding)
     return {"layer_types": layers, "tie_word_embeddings": True, **tokens}
+
+
+def layer_words(sliding: Iterable[Any]) -> list[str]:
+    return ["sliding_attention" if slides else "full_attention" for slides in sliding]
 
 
 def whole_json(architecture: str, model_type: str, text: dict[str, Any]) -> dict[str, Any]:
@@ -188,8 +183,7 @@ def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Key
             raise keys.wrong(key, own, str(head_dim))
     pattern = need("attention.sliding_window_pattern", default=6)
     if isinstance(pattern, list):
-        words = {sliding: word for word, sliding in LAYERS.items()}
-        found["layer_types"] = [words[bool(sliding)] for sliding in pattern]
+        found["layer_types"] = layer_words(pattern)
     else:
         found["sliding_window_pattern"] = pattern
     scalar = found["hidden_size"] // found["num_attention_heads"] if size == GEMMA_27B else head_dim

@@ -54,36 +54,20 @@ OFFICIAL_FIXED = {
     "qk_norm": "rms_norm",
 }
 OFFICIAL_USUAL = {
-    "dropout": 0.0,
-    "attention_bias": True,
-    "activation_fn": "gelu-approximate",
-    "num_embeds_ada_norm": 1000,
-    "use_linear_projection": False,
-    "only_cross_attention": False,
-    "double_self_attention": False,
-    "upcast_attention": False,
-    "share_ff": False,
-    "norm_elementwise_affine": False,
-    "cross_attention_norm": True,
-    "av_cross_ada_norm": True,
-    "use_audio_video_cross_attention": True,
-    "standardization_norm": "rms_norm",
-    "positional_embedding_type": "rope",
-    "use_embeddings_connector": True,
+    "dropout": 0.0, "attention_bias": True, "activation_fn": "gelu-approximate",
+    "num_embeds_ada_norm": 1000, "use_linear_projection": False, "only_cross_attention": False,
+    "double_self_attention": False, "upcast_attention": False, "share_ff": False,
+    "norm_elementwise_affine": False, "cross_attention_norm": True, "av_cross_ada_norm": True,
+    "use_audio_video_cross_attention": True, "standardization_norm": "rms_norm",
+    "positional_embedding_type": "rope", "use_embeddings_connector": True,
     "connector_norm_output": True,
-}
+}  # fmt: skip
 DIFFUSERS_FIXED = {"rope_type": "split", "causal_offset": 1, "vae_scale_factors": [8, 32, 32]}
 DIFFUSERS_USUAL = {
-    "patch_size": 1,
-    "patch_size_t": 1,
-    "audio_patch_size": 1,
-    "audio_patch_size_t": 1,
-    "activation_fn": "gelu-approximate",
-    "qk_norm": "rms_norm_across_heads",
-    "norm_elementwise_affine": False,
-    "attention_bias": True,
-    "attention_out_bias": True,
-}
+    "patch_size": 1, "patch_size_t": 1, "audio_patch_size": 1, "audio_patch_size_t": 1,
+    "activation_fn": "gelu-approximate", "qk_norm": "rms_norm_across_heads",
+    "norm_elementwise_affine": False, "attention_bias": True, "attention_out_bias": True,
+}  # fmt: skip
 MAX_POS = ("pos_embed_max_pos", "base_height", "base_width")  # seconds, pixels, pixels
 PRECISIONS = {"float64": True, "float32": False}
 

@@ -16,16 +16,12 @@ DIFFUSERS_STRIDES = {"spatial": (1, 2, 2), "temporal": (2, 1, 1), "spatiotempora
 DIFFUSERS_STRIDE_WORDS = {stride: word for word, stride in DIFFUSERS_STRIDES.items()}
 PADDINGS = {"zeros": "zeros", "reflect": "reflect"}
 OFFICIAL_VAE_USUAL = {
-    "_class_name": "CausalVideoAutoencoder",
-    "dims": 3,
-    "in_channels": 3,
-    "out_channels": 3,
-    "scaling_factor": 1.0,
-    "norm_layer": "pixel_norm",
-    "latent_log_var": "uniform",
-    "use_quant_conv": False,
-    "causal_decoder": False,
-    "normalize_latent_channels": False,
+    "_class_name": "CausalVideoAutoencoder", "dims": 3, "in_channels": 3, "out_channels": 3,
+    "scaling_factor": 1.0, "norm_layer": "pixel_norm", "latent_log_var": "uniform",
+    "use_quant_conv": False, "causal_decoder": False, "normalize_latent_channels": False,
+}  # fmt: skip
+DIFFUSERS_VAE_USUAL = {"patch_size_t": 1} | {
+    key: OFFICIAL_VAE_USUAL[key] for key in ("in_channels", "out_channels", "scaling_factor")
 }
 
 
@@ -149,14 +145,6 @@ def official_json(v: VideoVaeConfig) -> dict[str, Any]:
     if v.decoder_padding == "zeros":
         out["spatial_padding_mode"] = "zeros"
     return out
-
-
-DIFFUSERS_VAE_USUAL = {
-    "patch_size_t": 1,
-    "in_channels": 3,
-    "out_channels": 3,
-    "scaling_factor": 1.0,
-}
 
 
 def diffusers(keys: Keys) -> VideoVaeConfig:
