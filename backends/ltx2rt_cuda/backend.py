@@ -15,10 +15,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ltx2rt.backend import DeviceInfo, TensorSource
+from ltx2rt.backend import DeviceInfo, TensorSource, overlapped
 from ltx2rt.graph.encodings import has_products
 from ltx2rt.graph.ir import Graph, Layout, Type, numbered
 from ltx2rt.passes.loop import taken_apart
+from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
 from ltx2rt.placement.stream import pieces as pieces_of
 from ltx2rt.weights.changes import Factors
@@ -30,12 +31,12 @@ from ltx2rt_cuda.as_run import as_run
 from ltx2rt_cuda.device import chosen
 from ltx2rt_cuda.device.torch_device import Fetched, Recorder, widened
 from ltx2rt_cuda.distributed import ALONE, Arriving, Sending, join
-from ltx2rt_cuda.host import FileWeight, parked, unparked
+from ltx2rt_cuda.host import FileWeight, parked, pins_no_more, unparked
 from ltx2rt_cuda.ops.products import joined_rows, tried_road
 from ltx2rt_cuda.ops.stored import encode, unpack
 from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_cuda.program import Loop, Program, Tensors, Weights, to_torch
-from ltx2rt_cuda.stream import Ring, StreamedWeights
+from ltx2rt_cuda.stream import Ring, StreamedWeights, like
 
 if TYPE_CHECKING:
     from ltx2rt_cuda.train import Trainer
@@ -179,17 +180,15 @@ class CudaBackend:
         try:
             if isinstance(weights, StreamedWeights):
                 weights.ring.release()
-                return StreamedWeights(parked(weights, self.hardware.pins), weights.ring)
-            return parked(weights, self.hardware.pins)
-        except RuntimeError as error:  # torch raises no special type for pinning
-            if "out of memory" not in str(error):
+            return like(weights, parked(weights, self.hardware.pins))
+        except RuntimeError as error:
+            if not pins_no_more(error):
                 raise
             return None
 
     @torch.inference_mode()
     def unpark(self, kept: Weights, left: Weights) -> Weights:
-        found = unparked(kept, left, self.torch_device)
-        return StreamedWeights(found, kept.ring) if isinstance(kept, StreamedWeights) else found
+        return like(kept, unparked(kept, left, self.torch_device))
 
     def lower(
         self, graph: Graph, layers: str = "scan", compile: bool = False, fused: bool = True
@@ -197,22 +196,18 @@ class CudaBackend:
         """fused: lower what `as_run` makes of the graph, not the graph itself."""
         if fused:
             graph = as_run(graph, self.device_kind, compile=compile)
-        if layers == "unrolled":
-            from ltx2rt.passes.unroll import unroll
-
-            graph = unroll(graph)
+        graph = unroll(graph) if layers == "unrolled" else graph
         return Program(graph, self.hardware, compile, self.position.on(graph.mesh), self._built)
 
     def lower_loop(self, graph: Graph, layers: str = "scan", compile: bool = False) -> Loop:
         graph = as_run(graph, self.device_kind, steps=True, compile=compile)
-        parts = taken_apart(graph)
-        position = self.position if graph.mesh else ALONE
-        records = position.records()
-        if records and self._pool is None:
-            self._pool = self.hardware.recorder()
-        pool = self._pool if records else None
-        before = self.lower(parts.before, layers, compile, fused=False)
-        body = self.lower(parts.body, layers, compile, fused=False)
+        parts, position = taken_apart(graph), self.position if graph.mesh else ALONE
+        pool = None
+        if position.records():
+            pool = self._pool = self._pool or self.hardware.recorder()
+        before, body = (
+            self.lower(part, layers, compile, fused=False) for part in (parts.before, parts.body)
+        )
         return Loop(graph, before, body, parts, pool, position)
 
     def trainer(self, *step: Any, **how: Any) -> Trainer:
@@ -248,44 +243,37 @@ class CudaBackend:
         self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str
     ) -> Iterator[Any]:
         """Processes take calls in turn; the main one gets the results sent."""
-        under_way: deque[Any] = deque()
+        latest: deque[Any] = deque(maxlen=max(2, self.num_processes))
 
-        def handed_out() -> Iterator[Any]:
-            yield under_way[0]
-            _settle(under_way.popleft())
-
-        try:
+        def started() -> Iterator[Any]:
             for i, (program, weights, inputs) in enumerate(calls):
                 work, type = partial(program, weights, inputs), program.graph.outputs[output].type
-                under_way.append(self._on(i % self.num_processes, work, output, type))
-                if len(under_way) >= max(2, self.num_processes):
-                    yield from handed_out()
-            while under_way:
-                yield from handed_out()
+                latest.append(self._on(i % self.num_processes, work, output, type))
+                yield latest[-1]
+
+        try:
+            for result in overlapped(started(), max(1, self.num_processes - 1)):
+                yield result
+                _settle(result)
         finally:  # the next collective finds no sending without a receiver
-            for result in under_way:
+            for result in latest:
                 _settle(result)
             self._await_sent()
 
     def _on(
         self, rank: int, work: Callable[[], Tensors], output: str, type: Type
     ) -> torch.Tensor | Fetched | Arriving | None:
-        here = self.position.rank
-        if rank == here:
+        if rank == self.position.rank:
             result = work()[output]
             if self.is_main:
                 return self.hardware.fetch(result)
             made = self.hardware.recorded_event()
             self._await_sent()
             result = result.contiguous()
-            work_ = dist.isend(result, 0)
-            assert work_ is not None
-            self._sending = Sending(result, work_, made)
+            self._sending = Sending(result, dist.isend(result, 0), made)
         elif self.is_main:
             tensor = torch.empty(type.shape, dtype=DTYPES[type.dtype], device=self.torch_device)
-            work_ = dist.irecv(tensor, rank)
-            assert work_ is not None
-            return Arriving(tensor, work_)
+            return Arriving(tensor, dist.irecv(tensor, rank))
         return None
 
     def _await_sent(self) -> None:
@@ -333,8 +321,7 @@ def file_weight(
     """The weight of these arrays in order; None unless all are views of files in its dtype."""
     if not all(isinstance(x, np.ndarray) and to_torch(x).dtype == dtype for x in arrays):
         return None
-    found = [in_file(x) for x in arrays]
-    parts = [(*where, x.nbytes) for where, x in zip(found, arrays, strict=True) if where]
+    parts = [(*where, x.nbytes) for x in arrays if (where := in_file(x))]
     if len(parts) < len(arrays):
         return None
     for file, begin, size in parts:

@@ -1,8 +1,5 @@
 """This process's place on the mesh, and the process groups behind its axes: NCCL on GPUs, gloo on a
-CPU.
-
-Decides how ranks find each other and how a result gets to the main one and to its host. The caller
-decides which rank works on which part.
+CPU. Decides how ranks find each other.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -102,13 +100,10 @@ def rendezvous() -> PrefixStore:
 @cache
 def _hold_store(host: str, port: int) -> TCPStore:
     """Serve the store, on the launcher's socket or on a new one that listens at `host`."""
-    if given := os.environ.get(STORE):
-        listening = int(given)
-    else:
-        listening = socket.create_server((interface(host), port)).detach()
-    return TCPStore(
-        host, port, None, True, ARRIVAL, wait_for_workers=False, master_listen_fd=listening
-    )
+    given = os.environ.get(STORE)
+    listening = int(given or socket.create_server((interface(host), port)).detach())
+    how = {"wait_for_workers": False, "master_listen_fd": listening}
+    return TCPStore(host, port, None, True, ARRIVAL, **how)
 
 
 def join(mesh: Mapping[str, int], device: TorchDevice) -> Position:
@@ -161,7 +156,7 @@ class Arriving:
     """A tensor that another rank is sending."""
 
     tensor: torch.Tensor
-    work: dist.Work | None
+    work: Any
 
     def wait(self) -> torch.Tensor:
         if self.work is not None:  # gloo would wait for another one
@@ -175,7 +170,7 @@ class Sending:
     """A tensor on its way to another rank. made: behind the work that makes it."""
 
     tensor: torch.Tensor
-    work: dist.Work
+    work: Any
     made: DeviceEvent
 
     def wait(self) -> None:

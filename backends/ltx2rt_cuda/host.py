@@ -48,6 +48,11 @@ class Slabs:
         return taken.view(x.dtype).as_strided(x.shape, x.stride())
 
 
+def pins_no_more(error: RuntimeError, pinned: bool = True) -> bool:
+    """Whether the system refused to pin so much: torch raises no special type for it."""
+    return pinned and "out of memory" in str(error).lower()
+
+
 class FileWeight:
     """A weight as files have it: the bytes of `parts` in order, and zeros up to its size."""
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from ltx2rt.notes import note
 from ltx2rt.placement.stream import FILE, PINNED, SLOTS, STAGED, Piece
 from ltx2rt_cuda.device.torch_device import DeviceEvent, DeviceStream, TorchDevice
-from ltx2rt_cuda.host import FileWeight, Slabs, SpillFile, layout
+from ltx2rt_cuda.host import FileWeight, Slabs, SpillFile, layout, pins_no_more
 
 BUFFERS, BUFFER_BYTES = 3, 2**26  # pinned memory that the thread fills
 
@@ -77,7 +77,7 @@ class Ring:
         try:
             return self._slabs.like(x).copy_(x)
         except RuntimeError as error:
-            if not self._slabs.pinned or "out of memory" not in str(error).lower():
+            if not pins_no_more(error, self._slabs.pinned):
                 raise
             note(
                 "the system pins no more host memory: the rest of the streamed weights is staged, "
@@ -137,21 +137,17 @@ class Ring:
         if not self._slots:
             self._open()
         if piece not in self._holds:  # the first one, or one out of order
-            self._copy(piece, 0 if None in self._holds else self._oldest())
+            order = list(self.pieces)
+            places = [order.index(held) if held else -1 for held in self._holds]
+            self._copy(piece, places.index(min(places)))
         return self._holds.index(piece)
 
-    def _oldest(self) -> int:
-        order = list(self.pieces)
-        places = [order.index(piece or order[0]) for piece in self._holds]
-        return places.index(min(places))
-
     def _open(self) -> None:
-        count = min(SLOTS, len(self.pieces))
-        holds: list[Piece | None] = [None] * count
-        self._slots, self._holds = [{} for _ in range(count)], holds
+        slots = range(min(SLOTS, len(self.pieces)))
+        self._slots = [{} for _ in slots]
+        self._holds = [None for _ in slots]
         self._stream = self._stream or self.device.stream()
-        self._arrived = [self.device.event() for _ in range(count)]
-        self._read = [self.device.event() for _ in range(count)]
+        self._arrived, self._read = ([self.device.event() for _ in slots] for _ in range(2))
 
     def _settle(self) -> None:
         """Wait for the thread's copies. Raises InputError if a file has changed."""
@@ -180,7 +176,11 @@ class Ring:
             self.copied_bytes += sum(x.nbytes for _, x in pairs)
             return
         with self.device.on(self._stream):
-            self._fill(piece, slot)
+            for name, place in self._slots[slot].items():
+                kept = self.pieces[piece][name]
+                assert isinstance(kept, Tensor), "weights in files are staged"
+                place.copy_(kept, non_blocking=True)
+                self.copied_bytes += place.nbytes
             self._arrived[slot].record()
 
     def _room(self, piece: Piece, slot: int) -> bool:
@@ -195,13 +195,6 @@ class Ring:
             places[name] = torch.empty_strided(*shape, dtype=dtype, device=self.device.torch)
         return True
 
-    def _fill(self, piece: Piece, slot: int) -> None:
-        for name, place in self._slots[slot].items():
-            kept = self.pieces[piece][name]
-            assert isinstance(kept, Tensor), "weights in files are staged"
-            place.copy_(kept, non_blocking=True)
-            self.copied_bytes += place.nbytes
-
 
 class Buffers:
     """Memory of the host that a device reads by itself, pinned if the system allows so much, and
@@ -214,7 +207,7 @@ class Buffers:
             try:
                 self.buffers = torch.empty(shape, dtype=dtype, pin_memory=device.pins)
             except RuntimeError as error:
-                if not device.pins or "out of memory" not in str(error).lower():
+                if not pins_no_more(error, device.pins):
                     raise
                 self.buffers = torch.empty(shape, dtype=dtype)
         self._gone = [device.event() for _ in self.buffers]  # behind the copy out of each
@@ -272,6 +265,11 @@ class StreamedWeights(dict):
     def __init__(self, weights: Mapping[str, Any], ring: Ring):
         super().__init__(weights)
         self.ring = ring
+
+
+def like(weights: Mapping[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """`found`, with the ring that `weights` are streamed by, if any."""
+    return StreamedWeights(found, weights.ring) if isinstance(weights, StreamedWeights) else found
 
 
 def is_streamed(arguments: Iterable[Any]) -> bool:
