@@ -62,25 +62,22 @@ def test_an_illegal_node_is_refused_in_axis_names(model, message):
     refused(model, message)
 
 
-@pytest.mark.parametrize(
-    "model",
-    [
-        lambda o: o.split(x_of(o), axis="D", into={"heads": 4, "head_dim": 2}),
-        lambda o: o.merge(x_of(o), axes=("B", "D"), into="both"),
-        lambda o: o.transpose(x_of(o), axes=("B", "D")),
-        lambda o: o.slice(x_of(o), axis="tokens", start=2, stop=6),
-        lambda o: o.at(x_of(o), axis="tokens", index=5),
-        lambda o: o.concat(x_of(o), x_of(o, "y", B=2, tokens=5, D=7), axis="tokens"),
-        lambda o: o.stack(x_of(o), x_of(o, "y", B=2, tokens=4, D=6), axis="n", dim=0),
-        lambda o: o.pad(x_of(o), mode="reflect", tokens=(5, 0)),
-        lambda o: o.pad(x_of(o), mode="wrap", tokens=(1, 0)),
-        lambda o: o.pad(x_of(o), rows=(1, 0)),
-        lambda o: o.sum(x_of(o), over=("rows",)),
-        lambda o: o.take(x_of(o), x_of(o, "i", "int32", D=3), axis="tokens"),
-        lambda o: o.group_norm(x_of(o, B=1, channels=6, time=2), "n", groups=4, eps=1e-5),
-        lambda o: o.rope(x_of(o), x_of(o, "cos", pairs=2), x_of(o, "sin", pairs=2)),
-    ],
-)
+@pytest.mark.parametrize("model", [
+    lambda o: o.split(x_of(o), axis="D", into={"heads": 4, "head_dim": 2}),
+    lambda o: o.merge(x_of(o), axes=("B", "D"), into="both"),
+    lambda o: o.transpose(x_of(o), axes=("B", "D")),
+    lambda o: o.slice(x_of(o), axis="tokens", start=2, stop=6),
+    lambda o: o.at(x_of(o), axis="tokens", index=5),
+    lambda o: o.concat(x_of(o), x_of(o, "y", B=2, tokens=5, D=7), axis="tokens"),
+    lambda o: o.stack(x_of(o), x_of(o, "y", B=2, tokens=4, D=6), axis="n", dim=0),
+    lambda o: o.pad(x_of(o), mode="reflect", tokens=(5, 0)),
+    lambda o: o.pad(x_of(o), mode="wrap", tokens=(1, 0)),
+    lambda o: o.pad(x_of(o), rows=(1, 0)),
+    lambda o: o.sum(x_of(o), over=("rows",)),
+    lambda o: o.take(x_of(o), x_of(o, "i", "int32", D=3), axis="tokens"),
+    lambda o: o.group_norm(x_of(o, B=1, channels=6, time=2), "n", groups=4, eps=1e-5),
+    lambda o: o.rope(x_of(o), x_of(o, "cos", pairs=2), x_of(o, "sin", pairs=2)),
+])  # fmt: skip
 def test_illegal_shape_is_refused_when_traced(model):
     refused(model, "net: ")
 

@@ -1,7 +1,6 @@
 """The audio VAE against diffusers, tiny and in float32."""
 
 import copy
-import math
 from functools import cache
 
 import numpy as np
@@ -12,7 +11,6 @@ from diffusers import AutoencoderKLLTX2Audio
 from ltx2rt.config import AudioVaeConfig
 from ltx2rt.models import audio_vae
 from ltx2rt.testing import random_params, relative_l2, run_graph
-from ltx2rt.weights.presets import preset
 from tests.conftest import normal
 
 KINDS = ["numpy", "cuda", "tpu"]
@@ -127,11 +125,3 @@ def test_lengths(frames, latents):
     assert encoder.outputs["latent"].type.size("time") == latents
     decoder = audio_vae.trace_decoder(CONFIG, 1, latents, "bfloat16")
     assert decoder.outputs["mel"].type.size("time") == 4 * latents - 3
-
-
-def test_released_size_declares_the_files_tensors():
-    config = preset("ltx-2.3").config.audio_vae
-    specs = audio_vae.trace_decoder(config, 1, 2, "bfloat16").parameters()
-    specs |= audio_vae.trace_encoder(config, 1, 5, "bfloat16").parameters()
-    # From the released files: 102 tensors, the 256 statistics besides 53 248 146 parameters.
-    assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (102, 53_248_146 + 256)

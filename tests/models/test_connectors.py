@@ -2,7 +2,6 @@
 both backends."""
 
 import dataclasses
-from math import prod
 
 import numpy as np
 import pytest
@@ -125,23 +124,6 @@ def test_the_graph_reads_exactly_the_modules_of_diffusers(generation):
     assert {n: s.shape for n, s in parameters.items()} == {
         n: a.shape for n, a in params_of(build(generation)).items()
     }
-
-
-@pytest.mark.parametrize(
-    ("v23", "video", "audio", "counts"),
-    [
-        (False, (30, 128, False, 2, 128), (30, 128, False, 2, 128), (59, 1_431_475_200)),
-        (True, (32, 128, True, 8, 128), (32, 64, True, 8, 128), (262, 3_172_227_584)),
-    ],
-)
-def test_full_size_has_the_tensors_and_parameters_of_the_released_files(v23, video, audio, counts):
-    sizes = connector_config(*video), connector_config(*audio)
-    graph = connectors.trace(
-        TextConfig(3840, 49, v23, v23, *sizes, 1e4, 4096, True, 1e-6), 2, 1024, "bfloat16"
-    )
-    specs = graph.parameters().values()
-    assert (len(specs), sum(prod(spec.shape) for spec in specs)) == counts
-    assert graph.outputs["audio_context"].type.shape == (2, 1024, sizes[1].width)
 
 
 masks = arrays(np.int32, (2, TOKENS), elements=st.integers(0, 1)).filter(

@@ -1,7 +1,6 @@
 """The diffusion decoder against diffusers, tiny and in float32."""
 
 import copy
-import math
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -158,7 +157,7 @@ def test_a_latent_smaller_than_the_windows_is_padded_with_its_edge(grid):
 
 
 def test_released_sizes():
-    """Of the released file: 309 tensors and the statistics; 224 px at the least."""
+    """224 px at the least."""
     c = RELEASED
     assert diffusion_decoder.padding(c, (1, 7, 6)) == ((0, 2), (0, 0), (0, 1))
     assert diffusion_decoder.rope_sizes(64) == (16, 24, 24)
@@ -169,11 +168,6 @@ def test_released_sizes():
     later = [replace(still, frames=n, first=False).pixels(c)[0] for n in (13, 14, 20)]
     assert later == [11, 12, 24]
     assert replace(still, frames=20, first=False, last=False).pixels(c)[0] == 40
-    features = diffusion_decoder.trace_features(c, 1, 1, 7, 7, "bfloat16")
-    specs = features.parameters() | diffusion_decoder.trace(c, still, "bfloat16").parameters()
-    assert len(specs) == 309 + 2
-    # Diffusers' module has as many.
-    assert sum(math.prod(s.shape) for s in specs.values()) - 256 == 417_133_616
 
 
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])

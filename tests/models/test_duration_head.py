@@ -59,18 +59,15 @@ def test_the_released_head_has_15_tensors():
     assert specs["duration_head.attention_pooler.cross_attn.in_proj_weight"].shape == (768, 256)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "fps", "window", "frames"),
-    [
-        (5.0, 24, (1, 20), 113),  # 120, then down to the grid
-        (5.05, 24, (1, 20), 121),
-        (0.2, 24, (1, 20), 25),  # the first of the grid in the window
-        (100, 24, (1, 20), 473),
-        (2.6875, 24, (1, 20), 57),  # 64.5 rounds to the even 64
-        (3, 24, (2.95, 3.1), 73),
-        (1, 24, (0, 20), 17),
-    ],
-)
+@pytest.mark.parametrize("seconds, fps, window, frames", [
+    (5.0, 24, (1, 20), 113),  # 120, then down to the grid
+    (5.05, 24, (1, 20), 121),
+    (0.2, 24, (1, 20), 25),  # the first of the grid in the window
+    (100, 24, (1, 20), 473),
+    (2.6875, 24, (1, 20), 57),  # 64.5 rounds to the even 64
+    (3, 24, (2.95, 3.1), 73),
+    (1, 24, (0, 20), 17),
+])  # fmt: skip
 def test_frames_are_on_the_grid_and_in_the_window(seconds, fps, window, frames):
     assert duration_head.frames_of(seconds, Fraction(fps), window) == frames
 

@@ -61,15 +61,12 @@ def theirs(module, coordinates: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
     return cos.transpose(1, 2).numpy(), sin.transpose(1, 2).numpy()
 
 
-@pytest.mark.parametrize(
-    "num_axes,dim,values",
-    [
-        (3, 4096, (1.5707964, 1.5921853, 158.14546, 15707.963)),
-        (1, 2048, (1.5707964, 1.5850024, 157.78835, 15707.963)),
-        (1, 4096, (1.5707964, 1.5778799, 157.43341, 15707.963)),
-        (1, 3840, (1.5707964, 1.5783535, 157.45705, 15707.963)),
-    ],
-)
+@pytest.mark.parametrize("num_axes,dim,values", [
+    (3, 4096, (1.5707964, 1.5921853, 158.14546, 15707.963)),
+    (1, 2048, (1.5707964, 1.5850024, 157.78835, 15707.963)),
+    (1, 4096, (1.5707964, 1.5778799, 157.43341, 15707.963)),
+    (1, 3840, (1.5707964, 1.5783535, 157.45705, 15707.963)),
+])  # fmt: skip
 def test_grid_holds_the_released_models_frequencies(num_axes, dim, values):
     grid = frequency_grid(dim, num_axes, THETA)
     assert grid.dtype == np.float32 and len(grid) == dim // (2 * num_axes)

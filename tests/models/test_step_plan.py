@@ -80,15 +80,12 @@ def test_refusals():
     StepPlan.parse("1:0,11,12").check(30, "--step-plan", sigmas)
 
 
-@pytest.mark.parametrize(
-    "change, said",
-    [
-        ({"sigmas": ["x"]}, "sigmas[0] is 'x', expected a number"),
-        ({"plans": 3}, "plans is 3, expected a list"),
-        ({"plans": [{"evaluations": 1, "evaluate": [0], "order": 9}]}, "an order other than"),
-        ({"steps": "30"}, "steps is '30', expected a whole number"),
-    ],
-)
+@pytest.mark.parametrize("change, said", [
+    ({"sigmas": ["x"]}, "sigmas[0] is 'x', expected a number"),
+    ({"plans": 3}, "plans is 3, expected a list"),
+    ({"plans": [{"evaluations": 1, "evaluate": [0], "order": 9}]}, "an order other than"),
+    ({"steps": "30"}, "steps is '30', expected a whole number"),
+])  # fmt: skip
 def test_a_damaged_file_of_plans_is_refused_in_one_line(tmp_path, change, said):
     path = tmp_path / "plans.json"
     whole = {"format": FORMAT, "steps": 30, "sigmas": shifted_sigmas(30).tolist()}
@@ -116,14 +113,11 @@ def run(session, name="one-stage", **more):
     return state.record, stage
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        pytest.param({"skip_step": 1}, marks=pytest.mark.long),
-        {"video_skip_step": 1, "audio_skip_step": 2},
-        {"step_plan": "0,2,4,5"},
-    ],
-)
+@pytest.mark.parametrize("given", [
+    pytest.param({"skip_step": 1}, marks=pytest.mark.long),
+    {"video_skip_step": 1, "audio_skip_step": 2},
+    {"step_plan": "0,2,4,5"},
+])  # fmt: skip
 def test_a_run_takes_the_steps_left_out_one_by_one(sessions, given):
     """On both backends; against float64 Euler steps over the x0 that the run recorded."""
     (ours, stage), (theirs, _) = (run(session, **given) for session in sessions.values())

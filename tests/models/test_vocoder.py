@@ -2,7 +2,6 @@
 closed form."""
 
 import copy
-import math
 from functools import cache, partial
 
 import jax
@@ -241,17 +240,7 @@ def test_anti_aliasing_passes_constants_and_stays_in_place():
     assert y.sum() == pytest.approx(1, abs=1e-6)
 
 
-@pytest.mark.parametrize(
-    "version, mel_frames, samples, tensors, elements",
-    [
-        ("2.0", 501, 120_240, 194, 55_592_802),
-        # 547 584 of the file's elements are buffers; 514 x 512 of them, the inverse basis, nothing
-        # reads.
-        ("2.3", 501, 240_480, 1226, 128_537_448 + 547_584 - 514 * 512),
-    ],
-)
-def test_released_sizes_declare_the_files_tensors(version, mel_frames, samples, tensors, elements):
-    graph = vocoder.trace(preset(f"ltx-{version}").config.vocoder, 1, mel_frames, "float32")
-    specs = graph.parameters()
-    assert (len(specs), sum(math.prod(s.shape) for s in specs.values())) == (tensors, elements)
+@pytest.mark.parametrize("version, samples", [("2.0", 120_240), ("2.3", 240_480)])
+def test_a_clip_of_five_seconds(version, samples):
+    graph = vocoder.trace(preset(f"ltx-{version}").config.vocoder, 1, 501, "float32")
     assert graph.outputs["waveform"].type.shape == (1, 2, samples)

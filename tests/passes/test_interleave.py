@@ -46,14 +46,11 @@ def behind(body: Graph, chosen: Callable[[Node], bool]) -> list[tuple[Node, set[
     return found
 
 
-@pytest.mark.parametrize(
-    "profile,mesh",
-    [
-        ("hopper", {"tensor": 2}),
-        ("trillium", {"tensor": 2, "sequence": 2}),
-        ("trillium-2d", {"fsdp": 2, "tensor": 2}),
-    ],
-)
+@pytest.mark.parametrize("profile,mesh", [
+    ("hopper", {"tensor": 2}),
+    ("trillium", {"tensor": 2, "sequence": 2}),
+    ("trillium-2d", {"fsdp": 2, "tensor": 2}),
+])  # fmt: skip
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_halves_have_the_same_values_and_exchange_as_much(generation, profile, mesh):
     """Two samples with positions, timesteps and masks of their own."""

@@ -173,13 +173,10 @@ def projected(op: str = "rename", **how) -> Graph:
     return trace("net", model, "float32")
 
 
-@pytest.mark.parametrize(
-    "graph, message",
-    [
-        (projected(names={}), r"net: .*ff=3.* is split over ff where it must be whole"),
-        (projected("mean", over=("ff",)), r"mean .* of a value split over"),
-    ],
-)
+@pytest.mark.parametrize("graph, message", [
+    (projected(names={}), r"net: .*ff=3.* is split over ff where it must be whole"),
+    (projected("mean", over=("ff",)), r"mean .* of a value split over"),
+])  # fmt: skip
 def test_a_split_axis_that_is_read_whole_is_an_error(graph, message):
     with pytest.raises(GraphError, match=message):
         place(graph, HEADS_AND_FF, {"tensor": 2})

@@ -115,14 +115,11 @@ def uneven_step(masked: bool) -> Case:
     return Case.drawn(guided_step.trace(config, structure, "float32"), feeds)
 
 
-@pytest.mark.parametrize(
-    ("sound", "masked"),
-    [
-        pytest.param("replicated", False, marks=pytest.mark.long),
-        ("split", False),
-        ("replicated", True),
-    ],
-)
+@pytest.mark.parametrize("sound, masked", [
+    pytest.param("replicated", False, marks=pytest.mark.long),
+    ("split", False),
+    ("replicated", True),
+])  # fmt: skip
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound, masked):
     agree(uneven_step(masked), mesh, sound)

@@ -29,21 +29,18 @@ def test_every_collective_says_what_a_device_receives():
     assert all(received(1) == 0 for received in RECEIVED.values())  # one device hears nothing
 
 
-@pytest.mark.parametrize(
-    ("name", "parts", "received"),
-    [
-        # Of an all-reduce a device receives a part of every other's numbers, then every other's
-        # part of the sums.
-        ("all_reduce", 2, 2 * 96),
-        ("all_reduce", 4, 2 * 3 * 48),
-        # Everything that every other device has.
-        ("all_gather", 2, 192),
-        ("all_gather", 4, 3 * 192),
-        # Of every other device the part that is for this one.
-        ("all_to_all", 2, 96),
-        ("all_to_all", 4, 3 * 48),
-    ],
-)
+@pytest.mark.parametrize("name, parts, received", [
+    # Of an all-reduce a device receives a part of every other's numbers, then every other's
+    # part of the sums.
+    ("all_reduce", 2, 2 * 96),
+    ("all_reduce", 4, 2 * 3 * 48),
+    # Everything that every other device has.
+    ("all_gather", 2, 192),
+    ("all_gather", 4, 3 * 192),
+    # Of every other device the part that is for this one.
+    ("all_to_all", 2, 96),
+    ("all_to_all", 4, 3 * 48),
+])  # fmt: skip
 def test_a_device_receives_what_the_others_send_it(name, parts, received):
     assert traffic(collective(name, parts)) == {name: Traffic(1, 192, received)}
 

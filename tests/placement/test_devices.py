@@ -37,18 +37,15 @@ def test_a_container_has_its_share_of_the_host(names, limit, left, tmp_path, mon
         assert found == (limit, left)
 
 
-@pytest.mark.parametrize(
-    ("names", "kind"),
-    [
-        (("h100", "H100", "h100-80gb", "NVIDIA H100 80GB HBM3", "H100 SXM"), "h100-80gb"),
-        (("H200", "NVIDIA H200", "h200 141 GB"), "h200-141gb"),
-        (("NVIDIA A100-SXM4-80GB", "a100_80gb", "A100 80G"), "a100-80gb"),
-        (("4090", "rtx4090", "rtx-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"), "rtx4090-24gb"),
-        (("L40S", "NVIDIA L40S"), "l40s-48gb"),
-        (("v6e", "TPU v6e", "tpu-v6e", "TPU v6 lite"), "v6e"),
-        (("v7x", "tpu7x", "TPU7x"), "v7x"),
-    ],
-)
+@pytest.mark.parametrize("names, kind", [
+    (("h100", "H100", "h100-80gb", "NVIDIA H100 80GB HBM3", "H100 SXM"), "h100-80gb"),
+    (("H200", "NVIDIA H200", "h200 141 GB"), "h200-141gb"),
+    (("NVIDIA A100-SXM4-80GB", "a100_80gb", "A100 80G"), "a100-80gb"),
+    (("4090", "rtx4090", "rtx-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"), "rtx4090-24gb"),
+    (("L40S", "NVIDIA L40S"), "l40s-48gb"),
+    (("v6e", "TPU v6e", "tpu-v6e", "TPU v6 lite"), "v6e"),
+    (("v7x", "tpu7x", "TPU7x"), "v7x"),
+])  # fmt: skip
 def test_a_device_has_its_name_in_every_spelling(names, kind):
     assert {device_kind(name).name for name in names} == {kind}
 
@@ -74,16 +71,13 @@ def test_a_name_may_state_the_number_of_devices(name, kind, count):
         _ = Devices(name if count > 1 else f"2x{name}", 3).found
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("a100", "may be a100-40gb or a100-80gb; choose one"),
-        ("h1000", "did you mean h100-80gb?"),
-        ("h100-96gb", "did you mean h100-80gb?"),
-        ("RTX 409", "did you mean rtx4090-24gb?"),
-        *((name, "known: h100-80gb, ") for name in ("x", "", "gpu", "cuda", "e", "0", "b" * 9999)),
-    ],
-)
+@pytest.mark.parametrize("name, message", [
+    ("a100", "may be a100-40gb or a100-80gb; choose one"),
+    ("h1000", "did you mean h100-80gb?"),
+    ("h100-96gb", "did you mean h100-80gb?"),
+    ("RTX 409", "did you mean rtx4090-24gb?"),
+    *((name, "known: h100-80gb, ") for name in ("x", "", "gpu", "cuda", "e", "0", "b" * 9999)),
+])  # fmt: skip
 def test_another_name_is_refused_with_what_was_meant(name, message):
     with pytest.raises(InputError) as error:
         device_kind(name)

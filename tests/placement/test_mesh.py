@@ -13,17 +13,14 @@ from ltx2rt.testing import relative_l2
 from tests.placed_cases import case
 
 
-@pytest.mark.parametrize(
-    ("mesh", "branches", "expected"),
-    [
-        ({"guidance": 2, "tensor": 2}, 4, {"guidance": 2, "tensor": 2}),
-        ({"guidance": 2, "tensor": 2}, 1, {"sequence": 2, "tensor": 2}),
-        ({"guidance": 2, "sequence": 2, "tensor": 2}, 1, {"sequence": 4, "tensor": 2}),
-        ({"guidance": 1, "tensor": 2}, 1, {"tensor": 2}),
-        ({"data": 2, "guidance": 2, "fsdp": 3}, 1, {"data": 2, "sequence": 2, "fsdp": 3}),
-        ({}, 1, {}),
-    ],
-)
+@pytest.mark.parametrize("mesh, branches, expected", [
+    ({"guidance": 2, "tensor": 2}, 4, {"guidance": 2, "tensor": 2}),
+    ({"guidance": 2, "tensor": 2}, 1, {"sequence": 2, "tensor": 2}),
+    ({"guidance": 2, "sequence": 2, "tensor": 2}, 1, {"sequence": 4, "tensor": 2}),
+    ({"guidance": 1, "tensor": 2}, 1, {"tensor": 2}),
+    ({"data": 2, "guidance": 2, "fsdp": 3}, 1, {"data": 2, "sequence": 2, "fsdp": 3}),
+    ({}, 1, {}),
+])  # fmt: skip
 def test_stage_with_one_branch_splits_tokens_over_the_guidance_devices(mesh, branches, expected):
     found = stage_mesh(mesh, branches)
     assert list(found.items()) == list(expected.items())

@@ -95,14 +95,11 @@ def test_every_stage_has_its_own_mesh():
     assert "all_to_all" in costs["stage2"].collectives
 
 
-@pytest.mark.parametrize(
-    ("kind", "mesh"),
-    [
-        pytest.param("v6e", {"sequence": 4, "tensor": 2}, marks=pytest.mark.long),
-        pytest.param("v7x", {"sequence": 8}, marks=pytest.mark.long),
-        ("h100-80gb", {"tensor": 8}),
-    ],
-)
+@pytest.mark.parametrize("kind, mesh", [
+    pytest.param("v6e", {"sequence": 4, "tensor": 2}, marks=pytest.mark.long),
+    pytest.param("v7x", {"sequence": 8}, marks=pytest.mark.long),
+    ("h100-80gb", {"tensor": 8}),
+])  # fmt: skip
 def test_a_kind_of_device_has_a_mesh_of_its_own(kind, mesh):
     found = plan("ltx-2.3", 8, kind)
     assert found.session.backend.mesh == graph(found, "guided-step").mesh == mesh
@@ -252,19 +249,16 @@ def test_figures_are_positive():
         assert min(rates) > 1e9
 
 
-@pytest.mark.parametrize(
-    "block,count,waits_s",
-    [
-        ("prw", 1, 1.5),  # nothing to do meanwhile
-        ("prpw", 1, 0.5),
-        ("prppw", 1, 0),
-        ("prprw", 1, 2),  # the second leaves when the first has arrived
-        ("prwpr", 1, 3),  # what nothing reads is waited for at the end
-        ("prw", 4, 4 * 1.5),
-        ("pwpr", 4, 3 * 0.5 + 1.5),  # read by the next iteration, after a product
-        ("pwppr", 1, 1.5),
-    ],
-)
+@pytest.mark.parametrize("block,count,waits_s", [
+    ("prw", 1, 1.5),  # nothing to do meanwhile
+    ("prpw", 1, 0.5),
+    ("prppw", 1, 0),
+    ("prprw", 1, 2),  # the second leaves when the first has arrived
+    ("prwpr", 1, 3),  # what nothing reads is waited for at the end
+    ("prw", 4, 4 * 1.5),
+    ("pwpr", 4, 3 * 0.5 + 1.5),  # read by the next iteration, after a product
+    ("pwppr", 1, 1.5),
+])  # fmt: skip
 def test_an_all_reduce_travels_until_something_reads_it(block, count, waits_s):
     """Products (p) of 1 s, all-reduces (r) of 1.5 s, and their readers (w)."""
 

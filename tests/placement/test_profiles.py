@@ -44,19 +44,16 @@ def test_axis_that_a_profile_does_not_split_is_refused():
     assert profile_of("single", "cpu", {"tensor": 1}).name == "single"
 
 
-@pytest.mark.parametrize(
-    ("name", "devices", "mesh"),
-    [
-        ("trillium", 8, "sequence=4,tensor=2"),
-        ("trillium", 2, "tensor=2"),
-        ("ironwood", 8, "sequence=8"),
-        ("trillium-2d", 8, "fsdp=2,tensor=4"),
-        ("ironwood-1d", 8, "tensor=8"),
-        ("hopper", 3, "tensor=3"),
-        ("trillium", 1, ""),
-        ("single", 4, ""),
-    ],
-)
+@pytest.mark.parametrize("name, devices, mesh", [
+    ("trillium", 8, "sequence=4,tensor=2"),
+    ("trillium", 2, "tensor=2"),
+    ("ironwood", 8, "sequence=8"),
+    ("trillium-2d", 8, "fsdp=2,tensor=4"),
+    ("ironwood-1d", 8, "tensor=8"),
+    ("hopper", 3, "tensor=3"),
+    ("trillium", 1, ""),
+    ("single", 4, ""),
+])  # fmt: skip
 def test_profile_has_a_mesh_for_every_number_of_devices(name, devices, mesh):
     found = default_mesh(PROFILES[name], devices)
     assert ",".join(f"{axis}={size}" for axis, size in found.items()) == mesh
@@ -110,20 +107,17 @@ def test_single_splits_nothing():
     assert whole(Placement(PROFILES["single"], MESH).local(one.graph, one.network))
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "count", "hosts", "profile", "expected"),
-    [
-        ("tpu", "TPU v6 lite", 8, 1, None, {"sequence": 4, "tensor": 2}),
-        ("tpu", "TPU v6 lite", 8, 1, "ironwood-1d", {"tensor": 8}),
-        ("tpu", "TPU v6 lite", 16, 2, None, {"sequence": 8, "tensor": 2}),
-        ("tpu", "TPU7x", 8, 1, None, {"sequence": 8}),
-        ("tpu", "TPU7x", 8, 1, "single", {}),
-        ("tpu", "TPU7x", 1, 1, None, {}),
-        ("cpu", "CPU", 8, 1, None, {}),
-        ("cpu", "CPU", 8, 2, None, {"tensor": 8}),
-        ("cuda", "NVIDIA H200", 8, 1, None, {}),
-    ],
-)
+@pytest.mark.parametrize("kind, name, count, hosts, profile, expected", [
+    ("tpu", "TPU v6 lite", 8, 1, None, {"sequence": 4, "tensor": 2}),
+    ("tpu", "TPU v6 lite", 8, 1, "ironwood-1d", {"tensor": 8}),
+    ("tpu", "TPU v6 lite", 16, 2, None, {"sequence": 8, "tensor": 2}),
+    ("tpu", "TPU7x", 8, 1, None, {"sequence": 8}),
+    ("tpu", "TPU7x", 8, 1, "single", {}),
+    ("tpu", "TPU7x", 1, 1, None, {}),
+    ("cpu", "CPU", 8, 1, None, {}),
+    ("cpu", "CPU", 8, 2, None, {"tensor": 8}),
+    ("cuda", "NVIDIA H200", 8, 1, None, {}),
+])  # fmt: skip
 def test_without_a_mesh_all_tpus_and_all_devices_of_several_hosts_are_used(
     kind, name, count, hosts, profile, expected
 ):

@@ -68,14 +68,11 @@ def assert_same(a, b):
     np.testing.assert_array_equal(a.waveform, b.waveform)
 
 
-@pytest.mark.parametrize(
-    "preset, weights_dtype",
-    [
-        *(pytest.param("tiny-2.3", dtype, marks=pytest.mark.long) for dtype in (None, "int8")),
-        *(pytest.param(name, None, marks=SLOW) for name in ("tiny-2.0", "tiny-2.5")),
-        *(pytest.param(f"tiny-{n}", "float8", marks=SLOW) for n in ("2.0", "2.3", "2.5")),
-    ],
-)
+@pytest.mark.parametrize("preset, weights_dtype", [
+    *(pytest.param("tiny-2.3", dtype, marks=pytest.mark.long) for dtype in (None, "int8")),
+    *(pytest.param(name, None, marks=SLOW) for name in ("tiny-2.0", "tiny-2.5")),
+    *(pytest.param(f"tiny-{n}", "float8", marks=SLOW) for n in ("2.0", "2.3", "2.5")),
+])  # fmt: skip
 def test_streamed_is_resident_bit_for_bit(
     tiny, monkeypatch, preset, weights_dtype, small_matrices_move
 ):
