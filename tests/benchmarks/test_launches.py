@@ -12,11 +12,8 @@ from ltx2rt.placement.plan import Work, cost
 
 RECORDED = json.loads((Path(launches.__file__).parent / "results" / "launches.json").read_text())
 FAST = (
-    ("", None, "text"),
-    ("", None, "stage1"),
-    ("tensor=4", None, "stage2"),
-    ("", "float8", "stage2"),
-)
+    ("", None, "text"), ("", None, "stage1"), ("tensor=4", None, "stage2"), ("", "float8", "stage2"),
+)  # fmt: skip
 # A step by what is launched, in its order, and by `plan`, a bound from below, which leaves out what
 # is no product and no exchange: 1.06 to 1.16 in these cases.
 APART = 1.17

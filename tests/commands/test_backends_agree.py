@@ -90,8 +90,7 @@ def test_distilled_after_a_warm_up(tiny, generate_on_both, user_lora):
 
 @pytest.mark.slow
 def test_one_stage(tiny, generate_on_both, images):
-    cuda, tpu = generate_on_both(
-        tiny("tiny-2.0", "diffusers"), "--pipeline", "one-stage", "--width", 96, "--height", 64, "--seed", 5,
-        *GUIDANCE, "--image", f"{images[0]}:0", "--fps", "23.976",
-    )  # fmt: skip
+    flags = "--pipeline one-stage --width 96 --height 64 --seed 5 --fps 23.976 --image".split()
+    model = tiny("tiny-2.0", "diffusers")
+    cuda, tpu = generate_on_both(model, *flags, f"{images[0]}:0", *GUIDANCE)
     assert_agree(cuda, tpu, "stage1")

@@ -47,18 +47,15 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert job.mesh == {"tensor": 2, "sequence": 4}
     assert list(dict.fromkeys(cell.component for cell in job.cells)) == list(GUIDED)
     first, second = (cell for cell in job.cells if cell.component == "denoise-step")
-    assert (first.stage, first.branches, second.stage, second.branches) == (1, 4, 2, 1)
-    assert first.graph.inputs["video_latent"].type.sizes["tokens"] == 1536
-    assert second.graph.inputs["video_latent"].type.sizes["tokens"] == 6144
-    assert (first.part, second.part) == ("step", "step")
+    for cell, *expected in ((first, 1, 4, 1536), (second, 2, 1, 6144)):
+        tokens = cell.graph.inputs["video_latent"].type.sizes["tokens"]
+        assert [cell.stage, cell.branches, tokens] == expected and cell.part == "step"
     # room for its 3 steps
     assert second.graph.inputs["sigmas"].type.sizes == {"steps": 8, "ends": 2}
     graphs = {cell.component: cell.graph for cell in job.cells}
     assert graphs["text-encoder"].inputs["token_ids"].type.shape == (2, 1024)
-    images = [cell for cell in job.cells if cell.component == "video-encoder"]
-    named = {cell.name: cell.size for cell in images}
-    sizes = {"video-encoder, stage 1": "384x256x1", "video-encoder, stage 2": "768x512x1"}
-    assert named == sizes and len(images) == 2
+    images = [(cell.stage, cell.size) for cell in job.cells if cell.component == "video-encoder"]
+    assert images == [(1, "384x256x1"), (2, "768x512x1")]
     assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)
     assert graphs["video-decoder"].inputs["latent"].type.shape == (1, 128, 10, 16, 24)  # one tile
     assert traffic(graphs["video-decoder"]) == {} and traffic(graphs["upsampler"]) == {}
@@ -67,7 +64,8 @@ def test_a_run_is_compiled_as_generate_would_run_it():
 BEGIN = ("text-encoder", "video-encoder", "denoise-before", "denoise-step")
 DECODED = ("audio-decoder", "vocoder", "video-decoder")
 GUIDED = (*BEGIN, "upsampler", *DECODED)
-FOLLOWED = ("--video-conditioning", "FILM", "--lora", "LORA")
+CHANGED = ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-decoder")
+GIVEN, FOLLOWED = ("--video-path", "FILM"), ("--video-conditioning", "FILM", "--lora", "LORA")
 # flags, in which FILM is a clip and LORA a LoRA, and what is compiled in the order of the run
 PIPELINES = {
     "two-stage": ((), GUIDED),
@@ -77,26 +75,17 @@ PIPELINES = {
     "keyframes": ((), GUIDED),
     "a2v": (("--audio-path", "FILM"), ("audio-encoder", *BEGIN, "upsampler", "video-decoder")),
     "retake": (
-        ("--video-path", "FILM", "--start-time", 0.2, "--end-time", 0.5, "--guided"),
+        (*GIVEN, "--start-time", 0.2, "--end-time", 0.5, "--guided"),
         ("video-encoder", "audio-encoder", "text-encoder", *BEGIN[2:], *DECODED),
     ),
-    "v2v": (
-        ("--video-path", "FILM", "--noise-level", 0.5),
-        ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-decoder"),
-    ),
-    "extend": (
-        ("--video-path", "FILM", "--extend-frames", 8, "--overlap", 9),
-        ("audio-encoder", *BEGIN, *DECODED),
-    ),
+    "v2v": ((*GIVEN, "--noise-level", 0.5), CHANGED),
+    "extend": ((*GIVEN, "--extend-frames", 8, "--overlap", 9), ("audio-encoder", *BEGIN, *DECODED)),
     "dubit": (
-        ("--video-path", "FILM", "--lora", "LORA"),
+        (*GIVEN, "--lora", "LORA"),
         (*BEGIN[:2], "audio-encoder", *BEGIN[2:], "upsampler", *DECODED),
     ),
-    "hdr-ic-lora": (("--video-path", "FILM", "--lora", "LORA"), (*BEGIN, "upsampler", DECODED[-1])),
-    "inpaint": (
-        ("--video-path", "FILM", "--pad", "32,0,0,0"),
-        ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-decoder"),
-    ),
+    "hdr-ic-lora": ((*GIVEN, "--lora", "LORA"), (*BEGIN, "upsampler", DECODED[-1])),
+    "inpaint": ((*GIVEN, "--pad", "32,0,0,0"), CHANGED),
     "ic-lora": (
         (*FOLLOWED, "--conditioning-attention-strength", "0.5", "--skip-stage-2"),
         (*BEGIN, *DECODED),
@@ -185,16 +174,14 @@ def test_a_topology_says_its_devices():
 
 @pytest.mark.parametrize("changes,words", [
     ({"topology": "v9:2x4"}, ["v9:2x4", "v6e", "tpu7x", "v5p"]),
-    ({"topology": "v6e"}, ["--topology", "v6e:2x4"]),
-    ({"topology": "v6e:2x0"}, ["--topology"]),
+    ({"topology": "v6e"}, ["--topology", "v6e:2x4"]), ({"topology": "v6e:2x0"}, ["--topology"]),
     ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "there are 4"]),
-    ({"mesh": "row=4"}, ["--mesh", "tensor"]),
+    ({"mesh": "row=4"}, ["--mesh", "tensor"]), ({"stage": 3}, ["--stage"]),
     ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),
     ({"profile": "kitchen"}, ["kitchen", "trillium"]),
     ({"profile": "single"}, ["profile single has no mesh of 4 devices", "--mesh"]),
-    ({"width": 63}, ["--width", "an even number"]),
+    ({"width": 63}, ["--width", "an even number"]), ({"branches": 5}, ["--branches"]),
     ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
-    ({"branches": 5}, ["--branches"]),
     ({"pipeline": "t2a", "branches": 4}, ["--branches: 4, but t2a has one stream"]),
     ({"pipeline": "ic-lora"}, ["--video-conditioning", "none was given"]),
     ({"pipeline": "ic-lora", "video-conditioning": "gone.mp4"}, ["gone.mp4 does not exist"]),
@@ -202,7 +189,6 @@ def test_a_topology_says_its_devices():
     ({"pipeline": "ic-lora", "video-conditioning": __file__}, ["--lora: the ic-lora pipeline needs"]),
     ({"pipeline": "keyframes", "image": "gone.png:0"}, ["--image: 1 given", "at least 2"]),
     ({"pipeline": "hq", "image": "gone.png:0"}, ["gone.png does not exist"]),
-    ({"stage": 3}, ["--stage"]),
     ({"mesh": "fsdp=2,tensor=2", "weights_dtype": "float8"}, ["--weights-dtype", "fsdp=2"]),
     ({"topology": "v6e:2x3", "mesh": "tensor=3,sequence=2"}, ["heads=4", "tensor=3"]),
 ])  # fmt: skip
@@ -213,13 +199,10 @@ def test_what_no_compiler_could_mend_is_refused_first(command, monkeypatch, chan
     assert all(word in err for word in words)
 
 
-def test_a_model_or_a_preset_is_needed(command):
+def test_without_a_model_or_the_compiler_one_line_says_so(command, monkeypatch):
     assert command("compile", "--topology", "v6e:2x2")[0] == 2
     status, _, err = command("compile", "--topology", "v6e:2x2", "--model", "nowhere")
     assert status == 2 and "nowhere" in err
-
-
-def test_without_the_compiler_one_line_says_how_to_get_it(command, monkeypatch):
     monkeypatch.setitem(sys.modules, "libtpu", None)
     status, out, err = command("compile", *flags(mesh="tensor=2,sequence=2"))
     assert (status, out) == (2, "") and err.count("\n") == 1 and "pip install libtpu" in err
@@ -238,10 +221,9 @@ def test_compiled_figures_and_dumps(tmp_path):
     ran = run(*words, "--json", XLA_FLAGS=f"--xla_dump_to={tmp_path}")
     assert ran.returncode == 0, ran.stderr
     first, second, upsampler = json.loads(ran.stdout)
-    assert [first["stage"], second["stage"], upsampler["stage"]] == [1, 2, None]
-    for found in (first, second, upsampler):
+    for found, stage in ((first, 1), (second, 2), (upsampler, None)):
         assert found["topology"] == "v6e:2x2" and found["mesh"] == {"tensor": 2, "sequence": 2}
-        assert found["fits"]
+        assert found["stage"] == stage and found["fits"]
         assert found["compile_s"] > 0 and found["weights_bytes"] > 0
     assert first["collectives"].keys() >= {"all-reduce", "all-to-all"}
     assert first["received_bytes"] > 0
@@ -273,11 +255,11 @@ def test_what_does_not_fit_is_said_and_the_rest_is_compiled():
     size = {"width": 65536, "height": 65536, "num_frames": 121}
     wide = flags(topology="v6e:1x1", **size, component="upsampler")
     ran = run("compile", *wide, "text-encoder", "--json")
+    assert ran.returncode == 0
     found = {row["component"]: row for row in json.loads(ran.stdout)}
-    assert ran.returncode == 0 and found["text-encoder"]["fits"]
-    assert found["text-encoder"]["compile_s"] > 0
-    assert not found["upsampler"]["fits"]
-    assert "exceeds available HBM" in found["upsampler"]["why_not"]
+    text, upsampler = found["text-encoder"], found["upsampler"]
+    assert text["fits"] and text["compile_s"] > 0 and not upsampler["fits"]
+    assert "exceeds available HBM" in upsampler["why_not"]
 
 
 @needs_libtpu

@@ -14,6 +14,7 @@ from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.presets import SIZES, TINY_GEMMA
 from tests.commands.pipelines_on_devices import records
+from tests.conftest import assert_near
 from tests.ranks.launches import Launch, by_hand
 from tests.virtual import xla_flags
 
@@ -43,9 +44,7 @@ DISTILLED = (*"--pipeline distilled --num-generated-keyframes 1 --video-decoder 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "flags"), [
-    ("tensor=2", DISTILLED),
-    ("sequence=2", DISTILLED),
-    ("fsdp=2", DISTILLED),
+    ("tensor=2", DISTILLED), ("sequence=2", DISTILLED), ("fsdp=2", DISTILLED),
     ("data=2", (*DISTILLED, "--num-videos", 2)),
     ("guidance=2", ("--pipeline", "two-stage")),
 ])  # fmt: skip
@@ -151,14 +150,8 @@ def pipelines_agree(words, images, film, tmp_path_factory):
         for rank in ranks:
             _, err = rank.process.communicate(timeout=1800)
             assert rank.process.returncode == 0, err
-        worst = dict.fromkeys(names, 0.0)
         with np.load(folder / f"{backend}.npz") as found:
-            assert set(found) == expected.keys()
-            for name, value in expected.items():
-                of = name.partition("/")[0]
-                worst[of] = max(worst[of], relative_l2(found[name], value))
-        assert max(worst.values()) <= NEAR, worst
-        return worst
+            assert_near(dict(found), expected, NEAR)
 
     return check
 
@@ -171,12 +164,10 @@ def test_new_pipelines_on_two_ranks(pipelines_agree):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "mesh", "profile", "names"), [
-    ("cuda", "sequence=2", "", NEW),
-    ("cuda", "tensor=2", "", NEW),
-    ("tpu", "sequence=8", "ironwood", NEW),
-    ("tpu", "tensor=8", "ironwood-1d", NEW),
+    ("cuda", "sequence=2", "", NEW), ("cuda", "tensor=2", "", NEW),
+    ("tpu", "sequence=8", "ironwood", NEW), ("tpu", "tensor=8", "ironwood-1d", NEW),
     ("tpu", "guidance=2,sequence=2,tensor=2", "trillium", NEW[1:5]),
     ("tpu", "guidance=3,sequence=2", "trillium", ("hq", "t2a")),  # they have three branches
 ])  # fmt: skip
 def test_every_new_pipeline_on_ranks_and_devices(pipelines_agree, backend, mesh, profile, names):
-    print(mesh, pipelines_agree(backend, mesh, profile, names))
+    pipelines_agree(backend, mesh, profile, names)

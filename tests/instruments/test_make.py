@@ -4,9 +4,11 @@ strictly."""
 import json
 from dataclasses import replace
 from math import prod
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from ltx2rt.errors import InputError
 from ltx2rt.instruments import filters
@@ -27,29 +29,19 @@ UNLIKE = {"gemma": (*GEMMA.split(),), "diffusion_decoder": ("vae.encoder.", "vae
 LAYOUTS = ["official", "diffusers"]
 RELEASED = {  # tensors and elements per component of the released files
     "ltx-2.0": {
-        "transformer": (3510, 18_876_174_592),
-        "text": (59, 1_431_475_200),
-        "video_vae": (184, 1_222_479_857),
-        "audio_vae": (102, 53_248_402),
-        "vocoder": (194, 55_592_802),
+        "transformer": (3510, 18_876_174_592), "text": (59, 1_431_475_200),
+        "video_vae": (184, 1_222_479_857), "audio_vae": (102, 53_248_402), "vocoder": (194, 55_592_802),
     },
     "ltx-2.3": {
-        "transformer": (4186, 18_988_838_144),
-        "text": (262, 3_172_227_584),
-        "video_vae": (170, 726_106_225),
-        "audio_vae": (102, 53_248_402),
-        "vocoder": (1227, 129_085_032),
+        "transformer": (4186, 18_988_838_144), "text": (262, 3_172_227_584),
+        "video_vae": (170, 726_106_225), "audio_vae": (102, 53_248_402), "vocoder": (1227, 129_085_032),
     },
-}
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("name", "total", "tables", "modules", "upsampler"),
-    [
-        ("ltx-2.0", 4049, 194, 1371, (73, 497_867_929)),
-        ("ltx-2.3", 5947, 290, 1660, (72, 497_867_904)),
-    ],
-)
+@pytest.mark.parametrize("name, total, tables, modules, upsampler", [
+    ("ltx-2.0", 4049, 194, 1371, (73, 497_867_929)), ("ltx-2.3", 5947, 290, 1660, (72, 497_867_904)),
+])  # fmt: skip
 def test_full_size_manifest_equals_the_released_counts(name, total, tables, modules, upsampler):
     plan = plan_checkpoint(preset(name), name, "official")
     main = plan.tensors[f"{name}.safetensors"]
@@ -75,18 +67,13 @@ def test_full_size_component_files_are_those_of_the_release():
     plan = plan_checkpoint(preset(name), name, "official")
     found = {path.removeprefix(f"{name}-"): tensors for path, tensors in plan.tensors.items()}
     sizes = {path: sum(t.info.nbytes for t in tensors.values()) for path, tensors in found.items()}
-    released = {
-        "transformer": (4349, 42.02e9),
-        # the release carries 32 MB of tokenizer, this one a small one
-        "text-encoder": (686, 26.3e9),
-        "video-vae-conv": (170, 1_452_269_922),
-        "video-vae": (396, 1_472_223_346),
-        "audio-vae": (1329, 364_866_540),
-        "spatial-upsampler-x2": (72, 995_778_752),
-        "temporal-upsampler-x2": (72, 261_944_000),
-        "distilled-lora": (3320, None),
+    released = {  # the text encoder with 32 MB of tokenizer, in place of a small one
+        "transformer": (4349, 42.02e9), "text-encoder": (686, 26.3e9),
+        "video-vae-conv": (170, 1_452_269_922), "video-vae": (396, 1_472_223_346),
+        "audio-vae": (1329, 364_866_540), "spatial-upsampler-x2": (72, 995_778_752),
+        "temporal-upsampler-x2": (72, 261_944_000), "distilled-lora": (3320, None),
         "duration-head": (15, 3.8e6),
-    }
+    }  # fmt: skip
     counts = {path.removesuffix(".safetensors"): len(tensors) for path, tensors in found.items()}
     assert counts == {part: count for part, (count, _) in released.items()}
     for part, (_, size) in released.items():
@@ -168,31 +155,25 @@ def test_no_tensor_is_zero_or_extreme(tiny, name):
 @pytest.mark.parametrize("name", TINY)
 def test_diffusers_loads_every_folder_strictly(tiny, name):
     """The oracle for configs and names: no missing, unexpected or misshapen key in any network."""
-    import torch
-    from diffusers import (
-        AutoencoderKLLTX2Audio,
-        AutoencoderKLLTX2Video,
-        LTX2VideoDiffusionDecoderModel,
-        LTX2VideoTransformer3DModel,
-    )
-    from diffusers.pipelines.ltx2 import LTX2TextConnectors, LTX2Vocoder, LTX2VocoderWithBWE
+    import diffusers
+    import transformers
+    from diffusers.pipelines import ltx2
     from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
     from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
-    from transformers import Gemma3ForConditionalGeneration, Gemma4UnifiedForConditionalGeneration
 
     folder = tiny(name, "diffusers")
     models = {
-        "transformer": LTX2VideoTransformer3DModel,
-        "connectors": LTX2TextConnectors,
-        "vae": AutoencoderKLLTX2Video,
-        "audio_vae": AutoencoderKLLTX2Audio,
-        "vocoder": LTX2Vocoder if name.endswith("2.0") else LTX2VocoderWithBWE,
+        "transformer": diffusers.LTX2VideoTransformer3DModel,
+        "connectors": ltx2.LTX2TextConnectors,
+        "vae": diffusers.AutoencoderKLLTX2Video,
+        "audio_vae": diffusers.AutoencoderKLLTX2Audio,
+        "vocoder": ltx2.LTX2Vocoder if name.endswith("2.0") else ltx2.LTX2VocoderWithBWE,
         "latent_upsampler": LTX2LatentUpsamplerModel,
-        "text_encoder": Gemma3ForConditionalGeneration,
+        "text_encoder": transformers.Gemma3ForConditionalGeneration,
     }
     if name == "tiny-2.5":
-        models |= {"diffusion_decoder": LTX2VideoDiffusionDecoderModel}
-        models["text_encoder"] = Gemma4UnifiedForConditionalGeneration
+        models["diffusion_decoder"] = diffusers.LTX2VideoDiffusionDecoderModel
+        models["text_encoder"] = transformers.Gemma4UnifiedForConditionalGeneration
         models["duration_head"] = LTX2DurationHead
         models["latent_upsampler_temporal"] = LTX2LatentUpsamplerModel
     for part, model in models.items():
@@ -207,7 +188,6 @@ def test_diffusers_loads_every_folder_strictly(tiny, name):
 
 
 def test_the_diffusers_pipeline_opens_the_folder(tiny):
-    import torch
     from diffusers import LTX2Pipeline
 
     folder = tiny("tiny-2.3", "diffusers")
@@ -253,9 +233,7 @@ def test_bad_requests_are_refused(tiny, tmp_path):
 
 
 def test_a_disk_without_room_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    import shutil
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1))
     with pytest.raises(InputError, match=r"needs 79\.1 GB, 0\.0 GB are free"):
         make_checkpoint("ltx-2.3", "official", tmp_path / "new")
     assert not (tmp_path / "new").exists()

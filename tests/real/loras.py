@@ -23,15 +23,11 @@ def pair(module: str, official: str, rank: int = 4) -> dict[str, np.ndarray]:
     out, into = open_checkpoint(TINY).source(part).info(official).shape
     rng = np.random.default_rng(len(module))
     halves = {"A": (rank, into), "B": (out, rank)}
-    return {
-        f"{module}.lora_{half}.weight": rng.standard_normal(shape).astype(np.float32)
-        for half, shape in halves.items()
-    }
+    drawn = {half: rng.standard_normal(shape) for half, shape in halves.items()}
+    return {f"{module}.lora_{half}.weight": x.astype(np.float32) for half, x in drawn.items()}
 
 
-def write(
-    folder: Path, prefix: str = "diffusion_model.", name: str = "lora", metadata=None
-) -> None:
+def write(folder: Path, prefix="diffusion_model.", name="lora", metadata=None) -> None:
     path = folder / f"{name}.safetensors"
     path.parent.mkdir(exist_ok=True)
     write_arrays(path, pair(f"{prefix}{BLOCK}.attn1.to_q", NAME), metadata)
@@ -41,9 +37,8 @@ def merged_by(factor: float, name: str = "lora"):
     """A check that W + factor * B A was written."""
 
     def check(folder: Path) -> None:
-        down, up = (TensorFile(folder / f"{name}.safetensors").read(n) for n in sorted(
-            TensorFile(folder / f"{name}.safetensors").names()
-        ))  # fmt: skip
+        lora = TensorFile(folder / f"{name}.safetensors")
+        down, up = (lora.read(half) for half in sorted(lora.names()))
         base = open_checkpoint(TINY).source("transformer").read(NAME).astype(np.float32)
         found = TensorFile(folder / "merged.safetensors").read(NAME)
         np.testing.assert_allclose(found, base + np.float32(factor) * (up @ down), atol=1e-5)
@@ -72,52 +67,21 @@ def of_another_family(folder: Path) -> None:
     write_arrays(folder / "lora.safetensors", pair("diffusion_model.blocks.0.self_attn.q", NAME))
 
 
+MADE = f"generate TINY {CLIP} --lora lora.safetensors"
+newer = partial(write, metadata={"model_version": "2.5.0"})
 ROWS = [
-    Row(
-        name="lora-of-pictures-for-sound-alone",
-        make=write,
-        command=f"generate TINY {T2A} --lora lora.safetensors",
-        says=("stage1: merged 0/1 modules of lora.safetensors at strength 1; it changes nothing",),
-    ),
-    Row(
-        name="lora-with-its-scale-in-the-header",
-        make=header,
-        command=f"{MERGE} --lora lora.safetensors",
-        check=merged_by(0.5),
-    ),
-    Row(
-        name="folder-of-peft-or-diffusion-pipe",
-        make=adapter,
-        command=f"{MERGE} --lora epoch20:0.5",
-        check=merged_by(1.0, "epoch20/adapter_model"),
-    ),
-    Row(
-        name="lora-of-the-text-encoder",
-        make=text_encoder,
-        command=f"generate TINY {CLIP} --lora lora.safetensors",
-        says=("text: merged 1/1 modules of lora.safetensors at strength 1",),
-    ),
-    Row(
-        name="lora-of-another-family",
-        make=of_another_family,
-        command=f"generate TINY {CLIP} --lora lora.safetensors",
-        says=(
-            r"first key is diffusion_model\.blocks\.0\.self_attn\.q\..*NAME\.lora_A\.weight .* are read",
-        ),
-        silent=("another model",),
-        status=2,
-    ),
-    Row(
-        name="lora-of-another-release",
-        make=partial(write, metadata={"model_version": "2.5.0"}),
-        command=f"generate TINY {CLIP} --lora lora.safetensors",
-        says=(r"a LoRA of LTX-2\.5\.0, the model is LTX-2\.3.*--lora-allow-partial",),
-        status=2,
-    ),
-    Row(
-        name="lora-of-another-release-overruled",
-        make=partial(write, metadata={"model_version": "2.5.0"}),
-        command=f"generate TINY {CLIP} --lora lora.safetensors --lora-allow-partial",
-        says=("stage1: merged 1/1 modules",),
-    ),
-]
+    Row("lora-of-pictures-for-sound-alone", f"generate TINY {T2A} --lora lora.safetensors", write,
+        ("stage1: merged 0/1 modules of lora.safetensors at strength 1; it changes nothing",)),
+    Row("lora-with-its-scale-in-the-header", f"{MERGE} --lora lora.safetensors", header,
+        check=merged_by(0.5)),
+    Row("folder-of-peft-or-diffusion-pipe", f"{MERGE} --lora epoch20:0.5", adapter,
+        check=merged_by(1.0, "epoch20/adapter_model")),
+    Row("lora-of-the-text-encoder", MADE, text_encoder,
+        ("text: merged 1/1 modules of lora.safetensors at strength 1",)),
+    Row("lora-of-another-family", MADE, of_another_family, silent=("another model",), status=2,
+        says=(r"first key is diffusion_model\.blocks\.0\.self_attn\.q\..*NAME\.lora_A\.weight .* are read",)),
+    Row("lora-of-another-release", MADE, newer, status=2,
+        says=(r"a LoRA of LTX-2\.5\.0, the model is LTX-2\.3.*--lora-allow-partial",)),
+    Row("lora-of-another-release-overruled", f"{MADE} --lora-allow-partial", newer,
+        ("stage1: merged 1/1 modules",)),
+]  # fmt: skip

@@ -41,16 +41,15 @@ def folder(tiny, film, tmp_path_factory):
     white = np.zeros((64, 64, 3), np.uint8)
     white[:32, :32] = 255
     Image.fromarray(white).save(folder / "a.png")
-    lora_with(
-        folder / "MODEL_DIR" / NAMES["tiny-2.3-distilled-lora.safetensors"],
-        folder / "ic.safetensors",
-    )
+    lora = folder / "MODEL_DIR" / NAMES["tiny-2.3-distilled-lora.safetensors"]
+    lora_with(lora, folder / "ic.safetensors")
     return folder
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in pipelines()]
-)
+EACH = [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in pipelines()]
+
+
+@pytest.mark.parametrize("name", EACH)
 def test_it_runs(folder, tiny, monkeypatch, name):
     monkeypatch.chdir(folder)
     model = tiny("tiny-2.5", "official") if name == "dfr" else "MODEL_DIR"

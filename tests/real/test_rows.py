@@ -17,18 +17,13 @@ LONG = re.compile(  # rows beside these have most of it
 )
 
 
-@pytest.mark.parametrize(
-    "row",
-    [
-        pytest.param(
-            row,
-            id=row.name,
-            marks=[pytest.mark.real] * row.real
-            + [pytest.mark.long] * bool(LONG.fullmatch(row.name)),
-        )
-        for row in ROWS
-    ],
-)
+def case(row):
+    long = bool(LONG.fullmatch(row.name))
+    marks = [pytest.mark.real] * row.real + [pytest.mark.long] * long
+    return pytest.param(row, id=row.name, marks=marks)
+
+
+@pytest.mark.parametrize("row", [case(row) for row in ROWS])
 def test_a_user_sees(row, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     row.make(tmp_path)
