@@ -61,7 +61,7 @@ def decode(model, params, latent, dtype=torch.float32):
         return model.to(dtype).decode(z, return_dict=False)[0].float().numpy()
 
 
-def encode(model: AutoencoderKLLTX2Audio, params: dict[str, np.ndarray], mel: np.ndarray):
+def encode(model, params, mel):
     mean, std = statistics(params)
     with torch.no_grad():
         z = model.encode(torch.from_numpy(mel), return_dict=False)[0].mode()
@@ -69,27 +69,20 @@ def encode(model: AutoencoderKLLTX2Audio, params: dict[str, np.ndarray], mel: np
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("latents", [1, 10])
-def test_decoder_is_diffusers(kind, latents):
-    model, params = reference()
-    latent = normal(2, 8, latents, 16)
-    graph = audio_vae.trace_decoder(CONFIG, 2, latents, "float32")
-    mel = run_graph(kind, graph, params, {"latent": latent})["mel"]
-    assert mel.shape == (2, 2, 4 * latents - 3, 64)
+@pytest.mark.parametrize("trace, theirs, given, made", [
+    (audio_vae.trace_decoder, decode, (2, 8, 1, 16), (2, 2, 1, 64)),
+    (audio_vae.trace_decoder, decode, (2, 8, 10, 16), (2, 2, 37, 64)),
+    (audio_vae.trace_encoder, encode, (2, 2, 1, 64), (2, 8, 1, 16)),
+    (audio_vae.trace_encoder, encode, (2, 2, 6, 64), (2, 8, 2, 16)),
+    (audio_vae.trace_encoder, encode, (2, 2, 37, 64), (2, 8, 10, 16)),
+])  # fmt: skip
+def test_it_is_diffusers(trace, theirs, given, made, kind):
+    (model, params), x = reference(), normal(*given)
+    graph = trace(CONFIG, given[0], given[2], "float32")
+    (found,) = run_graph(kind, graph, params, dict.fromkeys(graph.inputs, x)).values()
+    assert found.shape == made
     # Summation order only: 2e-6 was reached.
-    assert relative_l2(mel, decode(model, params, latent)) <= 1e-5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("frames, latents", [(1, 1), (6, 2), (37, 10)])
-def test_encoder_is_diffusers(kind, frames, latents):
-    model, params = reference()
-    mel = normal(2, 2, frames, 64)
-    graph = audio_vae.trace_encoder(CONFIG, 2, frames, "float32")
-    latent = run_graph(kind, graph, params, {"mel": mel})["latent"]
-    assert latent.shape == (2, 8, latents, 16)
-    # Summation order only: 2e-6 was reached.
-    assert relative_l2(latent, encode(model, params, mel)) <= 1e-5
+    assert relative_l2(found, theirs(model, params, x)) <= 1e-5
 
 
 @pytest.mark.parametrize("kind", ["cuda", "tpu"])

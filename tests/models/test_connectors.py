@@ -121,9 +121,8 @@ def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_the_graph_reads_exactly_the_modules_of_diffusers(generation):
     parameters = connectors.trace(CONFIGS[generation], 1, TOKENS, "float32").parameters()
-    assert {n: s.shape for n, s in parameters.items()} == {
-        n: a.shape for n, a in params_of(build(generation)).items()
-    }
+    expected = {n: a.shape for n, a in params_of(build(generation)).items()}
+    assert {n: s.shape for n, s in parameters.items()} == expected
 
 
 masks = arrays(np.int32, (2, TOKENS), elements=st.integers(0, 1)).filter(

@@ -44,9 +44,8 @@ def test_seconds_are_diffusers(kind):
     graph = duration_head.trace(CONFIG, BATCH, TOKENS, "float32")
     params, rng = random_params(graph), np.random.default_rng(1)
     video, audio = (rng.standard_normal((BATCH, TOKENS, n), np.float32) for n in (15, 9))
-    found = run_graph(kind, graph, params, {"video_context": video, "audio_context": audio})[
-        "seconds"
-    ]
+    feeds = {"video_context": video, "audio_context": audio}
+    found = run_graph(kind, graph, params, feeds)["seconds"]
     expected = reference(params, video, audio)
     assert found.shape == (BATCH,) and np.ptp(expected) > 0.1
     assert relative_l2(found, expected) <= 1e-5

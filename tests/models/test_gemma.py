@@ -79,9 +79,8 @@ def test_bfloat16_is_at_most_twice_as_far_as_transformers_own(model, expected, k
 
 def test_the_graph_reads_exactly_the_text_branch(model):
     parameters = gemma.trace(config_of(model), 1, 4, "float32").parameters()
-    assert {n: s.shape for n, s in parameters.items()} == {
-        n: a.shape for n, a in params_of(model).items()
-    }
+    expected = {n: a.shape for n, a in params_of(model).items()}
+    assert {n: s.shape for n, s in parameters.items()} == expected
 
 
 def test_the_embedding_is_scaled_in_the_graphs_dtype():

@@ -21,34 +21,24 @@ LAYERS = 6
 def build(dtype: torch.dtype = torch.float32) -> Gemma4UnifiedTextModel:
     """Two groups of two sliding layers (6 heads of 16 on 2) and a full one (6 heads of 24 on 1)."""
     config = Gemma4UnifiedTextConfig(
-        vocab_size=61,
-        hidden_size=42,
-        intermediate_size=72,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        global_head_dim=24,
-        num_global_key_value_heads=1,
-        attention_k_eq_v=True,
-        sliding_window=5,
+        vocab_size=61, hidden_size=42, intermediate_size=72, num_hidden_layers=LAYERS,
+        num_attention_heads=6, num_key_value_heads=2, head_dim=16, global_head_dim=24,
+        num_global_key_value_heads=1, attention_k_eq_v=True, sliding_window=5, rms_norm_eps=1e-6,
         layer_types=["sliding_attention", "sliding_attention", "full_attention"] * 2,
-        rms_norm_eps=1e-6,
-        rope_parameters={"full_attention": {"rope_type": "proportional",
-                                            "partial_rotary_factor": 0.25,
-                                            "rope_theta": 1_000_000.0},
-                         "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0}},
+        rope_parameters={
+            "full_attention": {
+                "rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+        },
     )  # fmt: skip
     model = Gemma4UnifiedTextModel(config).eval()
     generator = torch.Generator().manual_seed(7)
-    named = dict(model.named_parameters()) | {
-        n: b for n, b in model.named_buffers() if n.endswith("layer_scalar")
-    }
-    for name, p in sorted(named.items()):
-        noise = torch.randn(p.shape, generator=generator)
-        p.data = (
-            (1 + 0.3 * noise if p.ndim == 1 else noise * p.shape[1] ** -0.5).bfloat16().to(dtype)
-        )
+    scalars = (pair for pair in model.named_buffers() if pair[0].endswith("layer_scalar"))
+    for name, p in sorted([*model.named_parameters(), *scalars]):
+        x = torch.randn(p.shape, generator=generator)
+        x = 1 + 0.3 * x if p.ndim == 1 else x * p.shape[1] ** -0.5
+        p.data = x.bfloat16().to(dtype)
         assert name.endswith("weight") or p.shape == (1,)
     return model
 
@@ -72,11 +62,9 @@ def expected(model):
     return reference(model)
 
 
-def states_of(kind, model, config, dtype="float32") -> np.ndarray:
-    graph = gemma4.trace(config, BATCH, TOKENS, dtype)
-    return run_graph(kind, graph, params_of(model), gemma4.feeds(config, IDS, MASK))[
-        "hidden_states"
-    ]
+def states_of(kind, model, config, dtype="float32", layers="scan") -> np.ndarray:
+    graph, feeds = gemma4.trace(config, BATCH, TOKENS, dtype), gemma4.feeds(config, IDS, MASK)
+    return run_graph(kind, graph, params_of(model), feeds, layers)["hidden_states"]
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
@@ -95,6 +83,14 @@ def _each(model, change) -> None:
         change(layer)
 
 
+def _scaled_scores(layer) -> None:
+    layer.self_attn.scaling = layer.self_attn.head_dim**-0.5
+
+
+def _no_value_norm(layer) -> None:
+    layer.self_attn.v_norm = torch.nn.Identity()
+
+
 def _raw_keys_normed(layer) -> None:
     """Values made of the keys behind their norm, where the layer has no value projection."""
     own = layer.self_attn
@@ -110,15 +106,11 @@ def _ordinary_partial_rope(model) -> None:
 
 
 MISTAKES = {
-    "scores over sqrt(d)": lambda m: _each(
-        m, lambda n: setattr(n.self_attn, "scaling", n.self_attn.head_dim**-0.5)
-    ),
+    "scores over sqrt(d)": lambda m: _each(m, _scaled_scores),
     "norms times 1 + w": lambda m: [p.data.add_(1) for n, p in m.named_parameters() if p.ndim == 1],
     "no layer scalar": lambda m: _each(m, lambda layer: layer.layer_scalar.fill_(1)),
     "values of normed keys": lambda m: _each(m, _raw_keys_normed),
-    "no value norm": lambda m: _each(
-        m, lambda n: setattr(n.self_attn, "v_norm", torch.nn.Identity())
-    ),
+    "no value norm": lambda m: _each(m, _no_value_norm),
     "rope exponents": _ordinary_partial_rope,
     "embedding scale": lambda m: m.embed_tokens.embed_scale.mul_(1.02),
 }
@@ -153,9 +145,8 @@ def test_rotated_pairs_have_the_whole_heads_exponents():
     """256 pairs of 512 dimensions: the first 64 by 1e6^(-2j/512), the others not at all."""
     feeds = gemma4.feeds(RELEASED, np.full((1, 3), 5), np.ones((1, 3), np.int32))
     assert feeds["full_cos"].shape == (3, 256) and feeds["sliding_cos"].shape == (3, 128)
-    np.testing.assert_allclose(
-        feeds["full_sin"][1, :64], np.sin(1e6 ** (-np.arange(64) / 256)), rtol=1e-6
-    )
+    expected = np.sin(1e6 ** (-np.arange(64) / 256))
+    np.testing.assert_allclose(feeds["full_sin"][1, :64], expected, rtol=1e-6)
     assert (feeds["full_cos"][:, 64:] == 1).all() and (feeds["full_sin"][:, 64:] == 0).all()
 
 
@@ -177,17 +168,13 @@ def test_what_is_no_dense_gemma_4_is_refused(model):
 
 
 def test_layers_written_out_give_the_same(model, expected):
-    config = config_of(model)
-    graph = gemma4.trace(config, BATCH, TOKENS, "float32")
-    feeds = gemma4.feeds(config, IDS, MASK)
-    states = run_graph("cuda", graph, params_of(model), feeds, layers="unrolled")["hidden_states"]
+    states = states_of("cuda", model, config_of(model), layers="unrolled")
     assert relative_l2(states[MASK == 1], expected[MASK == 1]) < 1e-5
 
 
 def test_placeholders_of_what_a_prompt_cannot_hold_embed_as_padding():
     """As the multimodal class does: a prompt that spells one out."""
-    feeds = gemma4.feeds(
-        RELEASED, np.array([[2, 258880, 7, 258884, 258881]]), np.ones((1, 5), np.int32)
-    )
+    ids = np.array([[2, 258880, 7, 258884, 258881]])
+    feeds = gemma4.feeds(RELEASED, ids, np.ones((1, 5), np.int32))
     assert feeds["token_ids"].tolist() == [[2, 0, 7, 0, 0]]
     assert (feeds["full_bias"][0, 4] == 0).all()

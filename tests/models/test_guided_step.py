@@ -112,10 +112,8 @@ def test_branches_of_neutral_scales_are_left_out(scales):
     inputs = drawn(config)
     inputs["guidance"] = inputs["guidance"].copy()
     inputs["guidance"][:, :3] = scales
-    branches, needed = (
-        Branches.of(inputs["guidance"]),
-        (scales[0] != 1, scales[1] > 1, scales[2] != 1),
-    )
+    branches = Branches.of(inputs["guidance"])
+    needed = (scales[0] != 1, scales[1] > 1, scales[2] != 1)
     assert branches == Branches(*needed) and len(branches.names) == 1 + sum(needed)
     assert_close(ours("cuda", config, inputs), expected_step(config, inputs))
 

@@ -29,20 +29,13 @@ def tables(kind, bounds, dim, heads, float64=True) -> tuple[np.ndarray, np.ndarr
         feeds |= coordinate_table(AXES[i], bounds[:, i], MAX_POS[i], grid)
 
     def model(o):
-        axes = []
+        axes, at = [], {"B": len(bounds), "tokens": bounds.shape[2]}
         for name in AXES[:count]:
-            unique, n = feeds[f"{name}_cos"].shape
-            table = {
-                k: o.input(f"{name}_{k}", coordinates=unique, frequencies=n) for k in ("cos", "sin")
-            }
-            axes.append(
-                table
-                | {
-                    "index": o.input(
-                        f"{name}_index", "int32", B=len(bounds), tokens=bounds.shape[2]
-                    )
-                }
+            sizes = dict(
+                zip(("coordinates", "frequencies"), feeds[f"{name}_cos"].shape, strict=True)
             )
+            axes.append({k: o.input(f"{name}_{k}", **sizes) for k in ("cos", "sin")})
+            axes[-1]["index"] = o.input(f"{name}_index", "int32", **at)
         return dict(zip(("cos", "sin"), gather_tables(o, axes, heads, dim // heads), strict=True))
 
     outputs = run_graph(kind, trace("rope", model, "float32"), {}, feeds)
@@ -128,9 +121,6 @@ def test_tables_equal_diffusers_at_any_size(modality, heads, pairs, grid, fps, f
     # which the power multiplies by ln(theta), and two roundings, all relative to the highest
     # frequency.
     apart = THETA * math.pi / 2 * (math.log(THETA) + 2) * 2**-24
-    for ours, expected in zip(
-        tables("numpy", coordinates.numpy(), dim, heads, float64),
-        theirs(module, coordinates),
-        strict=True,
-    ):
+    found = tables("numpy", coordinates.numpy(), dim, heads, float64)
+    for ours, expected in zip(found, theirs(module, coordinates), strict=True):
         assert_allclose(ours, expected, rtol=0, atol=1e-6 if float64 else apart)

@@ -3,6 +3,7 @@ the real model."""
 
 import math
 import re
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -47,9 +48,8 @@ def res2s(x, sigmas, x0_of, noise, masked):
         anchor, first = x, x0_of(x, sigma)
         direction = {m: first[m] - anchor[m] for m in x}
         mid = {m: anchor[m] + h * a21 * direction[m] for m in x}
-        mid = masked(
-            {m: mixed(anchor[m], mid[m], sigma, middle, noise(m, "substep", i)) for m in x}
-        )
+        drawn = {m: noise(m, "substep", i) for m in x}
+        mid = masked({m: mixed(anchor[m], mid[m], sigma, middle, drawn[m]) for m in x})
         if h < 0.5 and sigma > 0.03:
             for _ in range(100):
                 anchor = {m: mid[m] - h * a21 * direction[m] for m in x}
@@ -69,9 +69,8 @@ def ancestral(x, sigmas, x0_of, noise, masked, eta=1.0):
         down = target * (1 + (target / sigma - 1) * eta)
         again = math.sqrt(target**2 - down**2 * (1 - target) ** 2 / (1 - down) ** 2)
         moved = {m: down / sigma * x[m] + (1 - down / sigma) * x0[m] for m in x}
-        x = masked(
-            {m: (1 - target) / (1 - down) * moved[m] + again * noise(m, "ancestral", i) for m in x}
-        )
+        scale, drawn = (1 - target) / (1 - down), {m: noise(m, "ancestral", i) for m in x}
+        x = masked({m: scale * moved[m] + again * drawn[m] for m in x})
     return x
 
 
@@ -97,17 +96,13 @@ def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
     plan = make_plan(session, request)
     (stage,) = (s for s in plan.stages if isinstance(s, Denoise))
     sigmas = shifted_sigmas(4) if sampler == "res2s" else DISTILLED_SIGMAS
-    fields = {name: getattr(stage, name) for name in stage.__dataclass_fields__}
-    stage = Denoise(**fields | {"sampler": sampler, "sigmas": sigmas})
+    euler, stage = stage, replace(stage, sampler=sampler, sigmas=sigmas)
     stages = tuple(stage if isinstance(s, Denoise) else s for s in plan.stages)
-    state, *_ = produce(
-        session, type(plan)(plan.request, stages, plan.loras, plan.merges), keep=True
-    )
+    state, *_ = produce(session, replace(plan, stages=stages), keep=True)
     states = stage._states(state.given["stage1"], {})
     kind = "x0" if sampler == "res2s" else "steps"
     found = {m: state.record[f"stage1.{m}.{kind}"] for m in states}
 
-    euler = Denoise(**fields)
     shape, feeds = euler.shape(session.config, states)
     call = Call("guided-step", shape, steps=1, loras=euler.loras)
     feeds |= {f"{m}_context": state.contexts[m] for m in states} | {"guidance": euler.guidance}
@@ -138,9 +133,8 @@ def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
 @pytest.mark.parametrize("title", ["A sampler", "A guidance variant"])
 def test_a_checklist_names_the_places_that_there_are(title):
     root = Path(__file__).parents[2]
-    text = (
-        (root / "docs/extending.md").read_text().partition(f"## {title}\n")[2].partition("\n## ")[0]
-    )
+    text = (root / "docs/extending.md").read_text().partition(f"## {title}\n")[2]
+    text = text.partition("\n## ")[0]
     named = re.findall("`(.+?)`", text)
     files = [root / name for name in named if "/" in name] + [root / "ltx2rt/pipelines/hq.py"]
     files.append(root / "tests/models/test_guided_step.py")
@@ -157,9 +151,8 @@ def test_evaluations_of_a_stage():
     assert trajectory("ancestral", DISTILLED_SIGMAS).streams == {"ancestral": 7}
     plain = trajectory("ancestral", DISTILLED_SIGMAS, eta=0)
     sigma, target = plain.sigmas[3]
-    np.testing.assert_allclose(
-        plain.coefficients[3], [target / sigma, 1 - target / sigma, 0], atol=1e-7
-    )
+    expected = [target / sigma, 1 - target / sigma, 0]
+    np.testing.assert_allclose(plain.coefficients[3], expected, atol=1e-7)
 
 
 def test_res2s_moves_its_anchor_at_small_steps_above_a_sigma():

@@ -151,9 +151,7 @@ def test_equal_skips_build_nothing_after_the_exact_run(sessions):
         built = session.backend.num_built
         run(session, step_plan="0,3,5")
         run(session, video_skip_step=2)
-        assert session.backend.num_built == built, (
-            "a second plan of the second order, and unequal skips"
-        )
+        assert session.backend.num_built == built, "a second plan of order 2, unequal skips"
 
 
 def test_a_given_stream_follows_the_other(sessions):
@@ -161,8 +159,7 @@ def test_a_given_stream_follows_the_other(sessions):
     plan = StepPlan.skipping(STEPS, 1, 0)
     assert plan.sampler == "planned" and plan.only(("video",)).sampler == "euler"
     session = sessions["cuda"]
-    found = make_request(
-        "t2a", prompt="rain", audio_skip_step=1, steps=STEPS, num_frames=17, seed=1
-    )
+    sizes = {"steps": STEPS, "num_frames": 17, "seed": 1}
+    found = make_request("t2a", prompt="rain", audio_skip_step=1, **sizes)
     (stage,) = (s for s in make_plan(session, found).stages if isinstance(s, Denoise))
     assert stage.steps() == 3 and stage.stepping == "euler"

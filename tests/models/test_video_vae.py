@@ -44,9 +44,8 @@ DIFFUSERS = {
 def chain(start, layers, samples, residual=False):
     stages = [VaeStage("res", start, start, layers[0])]
     for (width, stride), count in zip(samples, layers[1:], strict=True):
-        stages.append(
-            VaeStage("sample", stages[-1].out_channels, width, stride=stride, residual=residual)
-        )
+        before = stages[-1].out_channels
+        stages.append(VaeStage("sample", before, width, stride=stride, residual=residual))
         stages.append(VaeStage("res", width, width, count))
     return tuple(stages)
 
@@ -113,26 +112,19 @@ def encode(model, params, frames, dtype=torch.float32):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("version", ["2.0", "2.3"])
-def test_decoder_is_diffusers(version, kind):
+@pytest.mark.parametrize("trace_it, theirs, given, made", [
+    (video_vae.trace_decoder, decode, (2, 16, 3, 3, 2), (2, 3, 17, 96, 64)),
+    (video_vae.trace_encoder, encode, (2, 3, 9, 64, 96), (2, 16, 2, 2, 3)),
+], ids=["decoder", "encoder"])  # fmt: skip
+def test_it_is_diffusers(trace_it, theirs, given, made, version, kind):
     model, params = reference(version)
-    latent = normal(2, 16, 3, 3, 2)
-    graph = video_vae.trace_decoder(OURS[version], 2, 3, 3, 2, "float32")
-    frames = run_graph(kind, graph, params, {"latent": latent})["frames"]
-    assert frames.shape == (2, 3, 17, 96, 64)
+    x = np.clip(normal(*given), -1, 1)
+    batch, _, *sizes = given
+    graph = trace_it(OURS[version], batch, *sizes, "float32")
+    (found,) = run_graph(kind, graph, params, dict.fromkeys(graph.inputs, x)).values()
+    assert found.shape == made
     # Summation order only: 2e-6 was reached.
-    assert relative_l2(frames, decode(model, params, latent)) <= 1e-5
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", ["2.0", "2.3"])
-def test_encoder_is_diffusers(version, kind):
-    model, params = reference(version)
-    frames = np.clip(normal(2, 3, 9, 64, 96), -1, 1)
-    graph = video_vae.trace_encoder(OURS[version], 2, 9, 64, 96, "float32")
-    latent = run_graph(kind, graph, params, {"frames": frames})["latent"]
-    assert latent.shape == (2, 16, 2, 2, 3)
-    # Summation order only: 2e-6 was reached.
-    assert relative_l2(latent, encode(model, params, frames)) <= 1e-5
+    assert relative_l2(found, theirs(model, params, x)) <= 1e-5
 
 
 @pytest.mark.parametrize("kernel,stride,dilation,dtype", [
@@ -143,11 +135,7 @@ def test_encoder_is_diffusers(version, kind):
 ])  # fmt: skip
 def test_convolution_by_frames_is_the_convolution(kernel, stride, dilation, dtype):
     """What a TPU runs, beside what a CPU runs."""
-    rng = np.random.default_rng(np.random.SeedSequence().entropy)
-    x, weight = (
-        jnp.asarray(rng.standard_normal(shape), dtype)
-        for shape in ((2, 6, 5, 7, 8), (4, 6, *kernel))
-    )
+    x, weight = (jnp.asarray(normal(*n), dtype) for n in ((2, 6, 5, 7, 8), (4, 6, *kernel)))
     whole = ops.OPS["conv"](x, weight, stride=stride, dilation=dilation)
     by_frames = convolutions._conv_by_frames(x, weight, stride=stride, dilation=dilation)
     assert by_frames.dtype == whole.dtype and by_frames.shape == whole.shape
@@ -161,12 +149,10 @@ def test_a_tpu_gets_every_convolution_of_the_decoder_by_frames():
     inputs = [jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for v in graph.inputs.values()]
     loops = {}
     for platform, table in (("cpu", ops.OPS), ("tpu", ops.OPS | ops.ON_TPU)):
-        traced = jax.jit(partial(lower.run, graph, ops=table)).trace(
-            abstract_weights(graph, place), inputs
-        )
-        loops[platform] = (
-            traced.lower(lowering_platforms=(platform,)).as_text().count("stablehlo.while")
-        )
+        run = jax.jit(partial(lower.run, graph, ops=table))
+        traced = run.trace(abstract_weights(graph, place), inputs)
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        loops[platform] = text.count("stablehlo.while")
     assert loops["tpu"] - loops["cpu"] == sum(node.op == "conv" for node, _ in graph.walk()) > 10
 
 
@@ -185,24 +171,21 @@ def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
         assert relative_l2(ours, exact) <= 2 * relative_l2(theirs, exact)
 
 
-def test_first_latent_sees_the_first_frame_only():
-    _, params = reference("2.3")
-    graph = video_vae.trace_encoder(OURS["2.3"], 1, 9, 64, 64, "float32")
-    frames, other = normal(1, 3, 9, 64, 64), normal(1, 3, 9, 64, 64, seed=8)
-    other[:, :, 0] = frames[:, :, 0]
-    a, b = (run_graph("cuda", graph, params, {"frames": x})["latent"] for x in (frames, other))
-    assert np.array_equal(a[:, :, 0], b[:, :, 0])
-    assert not np.allclose(a[:, :, 1], b[:, :, 1])
+def test_first_latent_sees_the_first_frame_only_and_the_decoder_looks_ahead():
+    def first_two(graph, *shape):
+        """Of inputs that differ from the second frame or latent on, whether results are equal."""
+        x = normal(*shape)
+        later = x + np.float32(np.arange(shape[2]) > 0)[:, None, None]
+        (name,), params = graph.inputs, reference("2.3")[1]
+        a, b = (
+            next(iter(run_graph("cuda", graph, params, {name: y}).values())) for y in (x, later)
+        )
+        return [np.array_equal(a[:, :, i], b[:, :, i]) for i in (0, 1)]
 
-
-def test_decoder_looks_ahead():
-    _, params = reference("2.3")
-    graph = video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 2, "float32")
-    latent = normal(1, 16, 2, 2, 2)
-    other = latent.copy()
-    other[:, :, 1] += 1
-    a, b = (run_graph("cuda", graph, params, {"latent": x})["frames"] for x in (latent, other))
-    assert not np.allclose(a[:, :, 0], b[:, :, 0])
+    encoder = video_vae.trace_encoder(OURS["2.3"], 1, 9, 64, 64, "float32")
+    assert first_two(encoder, 1, 3, 9, 64, 64) == [True, False]
+    decoder = video_vae.trace_decoder(OURS["2.3"], 1, 2, 2, 2, "float32")
+    assert first_two(decoder, 1, 16, 2, 2, 2) == [False, False]
 
 
 def run_shape_op(function, x: np.ndarray) -> np.ndarray:

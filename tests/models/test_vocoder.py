@@ -130,22 +130,17 @@ def test_convolution_by_taps_is_the_convolution(taps, stride, dilation, dtype):
 
 def test_only_upsampling_is_a_convolution_for_a_tpu():
     graph = fuse(vocoder.trace(CONFIGS["2.3"], 1, 7, "float32"), (snakes,))
-    params = {
-        name: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype)
-        for name, (v, _) in graph.all_params().items()
-    }
-    inputs = [jax.ShapeDtypeStruct(v.type.shape, v.type.dtype) for v in graph.inputs.values()]
-    counts = {}
+    like = lambda v: jax.ShapeDtypeStruct(v.type.shape, v.type.dtype)  # noqa: E731
+    params = {name: like(v) for name, (v, _) in graph.all_params().items()}
+    inputs, counts = list(map(like, graph.inputs.values())), {}
     for platform, table in (("cpu", ops.OPS), ("tpu", ops.OPS | ops.ON_TPU)):
         traced = jax.jit(partial(lower.run, graph, ops=table)).trace(params, inputs)
-        counts[platform] = (
-            traced.lower(lowering_platforms=(platform,)).as_text().count("convolution(")
-        )
+        text = traced.lower(lowering_platforms=(platform,)).as_text()
+        counts[platform] = text.count("convolution(")
     convolutions = [node for node in graph.nodes if node.op.startswith("conv")]
     assert counts["cpu"] == len(convolutions) > 20
-    assert counts["tpu"] == sum(
-        node.op == "conv_transpose" and node.inputs[0].type.shape[1] > 1 for node in graph.nodes
-    )
+    upsampling = (node for node in graph.nodes if node.op == "conv_transpose")
+    assert counts["tpu"] == sum(node.inputs[0].type.shape[1] > 1 for node in upsampling)
 
 
 @pytest.mark.parametrize("version, rates", [("2.0", 5), ("2.3", 6 + 5)])

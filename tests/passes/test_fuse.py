@@ -315,9 +315,8 @@ def test_keys_and_values_of_two_contexts_are_spread_by_their_norm():
         k, v = (o.concat(*part, axis="B") for part in parts)
         y = o.attention(q, k, v, scale=0.5)
         y = o.select(o.input("keep", "int32", B=3), y, o.rename(v, names={"text": "tokens"}))
-        return {
-            "y": o.mul(y, o.affine(o.sigmoid(o.input("logits", B=3, tokens=5, heads=2)), scale=2.0))
-        }
+        logits = o.input("logits", B=3, tokens=5, heads=2)
+        return {"y": o.mul(y, o.affine(o.sigmoid(logits), scale=2.0))}
 
     assert checked(model) == {"qk_norm": 1, "head_gate": 1}
 
@@ -340,9 +339,8 @@ def test_q_and_k_of_two_attentions_that_turn_alike_are_one_node():
         other = o.attention(other_q, other_k, other_v, scale=0.5)
         return {"y": o.attention(q, k, v, scale=0.5), "z": other}
 
-    fused = [
-        node for node in fuse(trace("net", model, "float32")).nodes if node.op == "qk_norm_rope"
-    ]
+    nodes = fuse(trace("net", model, "float32")).nodes
+    fused = [node for node in nodes if node.op == "qk_norm_rope"]
     assert checked(model) == {"qk_norm_rope": 2}
     assert all(node.inputs[2:4] == node.inputs[6:8] for node in fused), "the tables are read once"
 

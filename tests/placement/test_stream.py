@@ -258,9 +258,8 @@ def test_bytes_copied_are_those_of_the_plan(tiny, monkeypatch, small_matrices_mo
         session.generate("a robot dancing", pipeline="distilled", **DISTILLED)
         (held,) = [h for h in resident.weights.held.values() if h.streamed]
         costs = {cost.name: cost for cost in resident.costs(plan.stages)}
-        sizes = [
-            size for piece, size in stream.pieces(held.graph).items() if piece in held.streamed
-        ]
+        pieces = stream.pieces(held.graph)
+        sizes = [pieces[piece] for piece in held.streamed]
         assert {costs[name].streamed_bytes for name in ("stage1", "stage2")} == {sum(sizes)}
         # Two pieces have two slots: they are brought once, and stay.
         assert held.weights.ring.copied_bytes == sum(sizes)
