@@ -267,6 +267,26 @@ def assert_follows(records, stage: str, steps, close: float = 2e-5, first: int =
     return found[0]
 
 
+def assert_stage(
+    runs, stage, module, places, sigmas, masks=None, clean=None, starts=None, x=None, contexts=None,
+    guided=None, **how,
+):  # fmt: skip
+    """Every step of a stage is the formula over diffusers' module, on each backend; returns the last
+    latents. runs: states, or plans with states, by backend. masks: None if no token is kept. x:
+    with what it begins, None for its recorded noise, mixed with `starts`. guided: a request, whose
+    guidance it has. how: more of `euler_steps`."""
+    states = {name: run[1] if isinstance(run, tuple) else run for name, run in runs.items()}
+    records = {name: state.record for name, state in states.items()}
+    first = next(iter(states.values()))
+    if masks is None:
+        x, masks, clean = made_whole(first.record, stage)
+    elif x is None:
+        x = noised(first.record, stage, masks, clean, sigmas[0], starts)
+    given = places, contexts or first.contexts, x, masks, clean, sigmas
+    how |= guiding(guided) if guided else {}
+    return assert_follows(records, stage, euler_steps(module, *given, **how))
+
+
 @cache
 def program(kind: str, config: TransformerConfig, structure: transformer.ForwardShape, dtype: str):
     """run(params, inputs) of one lowered graph: tests of one structure share its compilation."""

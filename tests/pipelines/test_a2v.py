@@ -19,14 +19,7 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.segments import PartOfSound
 from ltx2rt.weights.presets import preset
-from tests.reference import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
+from tests.reference import assert_stage, positions_of, stored_module
 
 RATE = 22050
 SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 3, "seed": 5}
@@ -61,17 +54,15 @@ def test_both_stages_are_the_formula_over_diffusers(generation, song, tiny):
     request, upsampled = plan.request, pack_video(state.record["upsampled"])[0]
     sound = pack_audio(state.source["audio"])[0]
     for stage, scale, sigmas, start, guided in (
-        ("stage1", 2, shifted_sigmas(3), 0.0, guiding(request)),
-        ("stage2", 1, STAGE2_SIGMAS, upsampled, {}),
+        ("stage1", 2, shifted_sigmas(3), 0.0, request),
+        ("stage2", 1, STAGE2_SIGMAS, upsampled, None),
     ):
         geometry = request.geometry(session.config, scale)
         tokens = geometry.num_video_tokens
         masks = {"video": np.ones(tokens), "audio": np.zeros(len(sound))}
         clean = {"video": np.zeros((tokens, 128)), "audio": sound}
-        x = noised(state.record, stage, masks, clean, sigmas[0], {"video": start, "audio": 0})
-        given = positions_of(geometry), state.contexts, x, masks, clean, sigmas
-        steps = euler_steps(module, *given, frozen=("audio",), **guided)
-        assert_follows({"cuda": state.record}, stage, steps)
+        given = module, positions_of(geometry), sigmas, masks, clean, {"video": start, "audio": 0}
+        assert_stage({"cuda": state}, stage, *given, frozen=("audio",), guided=guided)
     session.close()
 
 
@@ -108,6 +99,12 @@ def test_several_videos_of_one_sound(song, tiny, generate):
         assert read_sound(found.folder / f"clip-{seed}.mp4")[1] == RATE
 
 
+@pytest.fixture(scope="module")
+def opened(tiny):
+    with ltx2rt.open(tiny("tiny-2.3", "official"), backend="cuda", device="cpu") as session:
+        yield session
+
+
 @pytest.mark.parametrize(("more", "frames", "starts"), [
     ({}, 17, []),
     ({"audio_max_duration": 0.5}, 9, []),
@@ -115,15 +112,14 @@ def test_several_videos_of_one_sound(song, tiny, generate):
     ({"segment_frames": 17, "fps": 48}, 41, [0, 8, 16, 24]),
     ({"fps": 8, "audio_fit": "pad", "num_frames": 25, "segment_frames": 17}, 25, [0, 8]),
 ])  # fmt: skip
-def test_the_sound_decides_the_length(song, tiny, more, frames, starts):
+def test_the_sound_decides_the_length(song, opened, more, frames, starts):
     """Of the clip, and of one in segments, each of which hears its own part of it."""
     given = {"overlap": 9, "steps": 1, "seed": 1, "width": 64, "height": 64} | more
     samples, _ = read_sound(song)
-    with ltx2rt.open(tiny("tiny-2.3", "official"), backend="cuda", device="cpu") as session:
-        request = make_request("a2v", prompt="a fox", audio_path=song, **given)
-        plan = make_plan(session.resident, request)
-        found = [stage.read[0] for stage in plan.stages if isinstance(stage, PartOfSound)]
-        clip = session.generate("a fox", audio_path=song, **given)
+    request = make_request("a2v", prompt="a fox", audio_path=song, **given)
+    plan = make_plan(opened.resident, request)
+    found = [stage.read[0] for stage in plan.stages if isinstance(stage, PartOfSound)]
+    clip = opened.generate("a fox", audio_path=song, **given)
     assert (len(clip.frames), clip.sample_rate) == (frames, RATE)
     size = round(frames / clip.fps * RATE)
     samples = np.pad(samples, ((0, 0), (0, max(size - RATE, 0))))

@@ -2,13 +2,10 @@
 them all."""
 
 from dataclasses import replace
-from fractions import Fraction
 
 import numpy as np
 import pytest
 
-from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.run.plan import make_plan
@@ -55,49 +52,22 @@ def assert_agree(sessions, name: str, **clip) -> dict[str, np.ndarray]:
     return ours
 
 
-@pytest.mark.slow
-def test_hq(sessions, images):
-    first, later = map(parse_image, (f"{images[0]}:0:0.8", f"{images[1]}:9:0.9"))
-    found = assert_agree(sessions, "hq", images=(first, later), image_crf=0, **SMALL)
-    for kind in ("steps", "x0_mid"):
-        assert found[f"stage1.video.{kind}"].shape == (2, 3 * 2 + 2, 128)
-    assert found["stage2.audio.substep"].shape == (3, *found["audio_latent"].shape[2:3], 128)
-
-
-@pytest.mark.long
-def test_keyframes_append_every_image(sessions, images):
-    given = tuple(
-        parse_image(f"{path}:{frame}") for path, frame in zip(images, (0, 16), strict=True)
-    )
-    found = assert_agree(sessions, "keyframes", images=given, image_crf=0, **SMALL)
-    # Three latent frames and two images of two.
-    assert found["stage1.video.steps"].shape == (2, (3 + 2) * 2, 128)
-    np.testing.assert_array_equal(found["audio_latent"].transpose(0, 2, 1, 3).reshape(1, -1, 128)[0],
-                                  found["stage2.audio.steps"][-1])  # fmt: skip
-
-
-@pytest.mark.long
-def test_audio_to_video(sessions, tmp_path):
-    sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 40000)).astype(np.float32)
-    write_wav(tmp_path / "noise.wav", sound, 44100)
-    found = assert_agree(sessions, "a2v", audio_path=tmp_path / "noise.wav", **SMALL)
-    assert found["audio_input"].shape == (1, 8, 18, 16) and found["waveform"].shape == (2, 31238)
-
-
-@pytest.mark.long
-def test_retake(sessions, tmp_path):
-    """Of a clip whose sound ends early."""
-    f, y, x = np.mgrid[:17, :64, :64].astype(np.float32)
-    frames = np.stack([np.sin(x / 7 + f), np.cos(y / 5 + f), np.sin(x * y / 200)])
-    sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 20000)).astype(np.float32)
-    clip = {"num_frames": 17, "fps": Fraction(24), "waveform": sound, "sample_rate": 44100}
-    write_mp4(tmp_path / "clip.mp4", [frames], **clip)
-    region = {"video_path": tmp_path / "clip.mp4", "start_time": 0.4, "end_time": 0.5, "seed": 3}
-    found = assert_agree(sessions, "retake", **region)
-    assert found["source.video"].shape == (1, 128, 3, 2, 2)
-    assert found["source.audio"].shape == (1, 8, 18, 16)
-    kept = found["source.video"].reshape(128, 12).T[:8]  # two of three latent frames
-    np.testing.assert_array_equal(found["stage1.video.steps"][-1][:8], kept)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("hq", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("keyframes", "a2v", "retake")),
+    ],
+)
+def test_latents_agree(sessions, images, film, name):
+    places = zip(images, (0, 16), (0.8, 0.9), strict=True)
+    given = {"images": tuple(parse_image((path, *place)) for path, *place in places)}
+    more = {"a2v": {"audio_path": film, "audio_fit": "pad"}}.get(name, given | {"image_crf": 0})
+    if name == "retake":
+        part = {"start_time": 0.3, "end_time": 0.5, "seed": 3}
+        assert_agree(sessions, name, video_path=film, **part)
+    else:
+        assert_agree(sessions, name, **SMALL | more)
 
 
 def test_ic_lora_with_coarse_references(sessions, images, tmp_path):

@@ -9,11 +9,7 @@ import pytest
 
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.video import video_info
-from ltx2rt.models.geometry import (
-    pack_audio,
-    pack_video,
-    video_positions,
-)
+from ltx2rt.models.geometry import pack_audio, pack_video, video_positions
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import NO_LORA, LoraSpec
@@ -23,7 +19,7 @@ from tests.conftest import denoised
 from tests.pipelines.groups.test_sound import encoded
 from tests.pipelines.test_ic_lora import lora_with
 from tests.pipelines.test_retake import write
-from tests.reference import assert_follows, euler_steps, noised, positions_of, stored_module
+from tests.reference import assert_stage, positions_of, stored_module
 
 STRENGTH = 0.75
 
@@ -91,11 +87,8 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
         frozen = () if sound is None else ("audio",)
         if frozen:
             start["video"][:targets], masks["audio"][:] = made, 0
-        x = noised(state.record, stage, masks, clean, sigmas[0], start)
-        steps = euler_steps(
-            module, positions, state.contexts, x, masks, clean, sigmas, frozen=frozen
-        )
-        assert_follows({name: each.record for name, (_, each) in runs.items()}, stage, steps)
+        given = module, positions, sigmas, masks, clean, start
+        assert_stage(runs, stage, *given, frozen=frozen)
         if sound is None:
             sound = state.record["stage1.audio.steps"][-1][:n].astype(np.float64)
     np.testing.assert_array_equal(pack_audio(state.record["audio_latent"])[0], sound)

@@ -10,19 +10,16 @@ from safetensors.torch import load_file, save_file
 
 from ltx2rt.media import hdr
 from ltx2rt.media.video import video_info
-from ltx2rt.models.geometry import (
-    pack_video,
-    video_positions,
-)
+from ltx2rt.models.geometry import pack_video, video_positions
 from ltx2rt.pipelines import make_request
-from ltx2rt.run.plan import make_plan, resolved_stages
+from ltx2rt.run.plan import resolved_stages
 from ltx2rt.run.recording import high_range
-from ltx2rt.run.run import produce
 from ltx2rt.session.options import NO_LORA, LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
+from tests.conftest import denoised
 from tests.pipelines.test_retake import write
-from tests.reference import assert_follows, euler_steps, noised, positions_of, stored_module
+from tests.reference import assert_stage, positions_of, stored_module
 
 STRENGTH = 0.75
 STAGE2 = np.array([0.909375, 0.725, 0.0], np.float32)
@@ -53,14 +50,11 @@ def test_every_step_is_the_formula_over_diffusers(tiny, sessions, clip):
     """On both backends; the frames are of the last latents' codes."""
     folder = tiny("tiny-2.3", "diffusers")
     given = {"prompt": "a fox", "video_path": clip, "seed": 3, "reference_strength": STRENGTH}
-    records = {}
-    for name, session in sessions.items():
-        plan = make_plan(session, make_request("hdr-ic-lora", **given))
-        state, *_ = produce(session, plan, keep=True)
-        records[name] = state.record
+    runs = {b: denoised(s, make_request("hdr-ic-lora", **given)) for b, s in sessions.items()}
+    plan, state = runs["cuda"]
     request = plan.request
     assert (request.width, request.height, request.num_frames) == (128, 128, 17)
-    assert state.waveforms is None and not [n for n in state.record if ".audio." in n]
+    assert not [n for n in state.record if ".audio." in n]
     made = pack_video(state.record["upsampled"])[0].astype(np.float64)
     module = stored_module(folder)
     stages = (("stage1", 2, 0, DISTILLED_SIGMAS), ("stage2", 1, 1, STAGE2))
@@ -77,10 +71,8 @@ def test_every_step_is_the_formula_over_diffusers(tiny, sessions, clip):
             start["video"][: g.num_video_tokens] = made
         masks = {"video": np.repeat([1.0, 1 - STRENGTH], [g.num_video_tokens, len(seen)])}
         masks["audio"], clean["audio"] = np.zeros(len(silent)), silent
-        x = noised(state.record, stage, masks, clean, sigmas[0], start)
         how = {"frozen": ("audio",), "alone": True}
-        steps = euler_steps(module, places, state.contexts, x, masks, clean, sigmas, **how)
-        assert_follows(records, stage, steps)
+        assert_stage(runs, stage, module, places, sigmas, masks, clean, start, **how)
         assert len(state.record[f"{stage}.video.steps"]) == len(sigmas) - 1
     assert high_range(sessions["cuda"], request) == hdr.HighRange("SRGB_LINEAR", "logc3")
 
@@ -131,6 +123,7 @@ def test_frames_are_in_linear_light(tiny, command, lora, tmp_path):
     assert [line.split(": ")[0] for line in out.splitlines()] == [*map(str, both)], err
     info = video_info(both[0], "")
     assert (info.width, info.height, info.num_frames) == (116, 70, 17) and "HLG" in info.ignored[0]
+    assert not info.has_sound
     shown = [hdr.read_exr(path) for path in sorted(tmp_path.glob("*.exr"))]
     assert len(shown) == 17 and shown[0].shape == (70, 116, 3)
     light = np.stack(shown) @ hdr.AP1_TO_709.T

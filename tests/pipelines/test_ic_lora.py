@@ -15,11 +15,7 @@ from ltx2rt.media.images import fit
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
-from ltx2rt.models.geometry import (
-    pack_audio,
-    pack_video,
-    video_positions,
-)
+from ltx2rt.models.geometry import pack_audio, pack_video, video_positions
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.ic_lora import ICLora, hdr_log
 from ltx2rt.run.plan import make_plan
@@ -31,9 +27,9 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.region import FADE_PX, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.testing import relative_l2
-from tests.conftest import assert_near, refused
+from tests.conftest import refused
 from tests.pipelines.test_retake import write, write_light
-from tests.reference import assert_follows, euler_steps, noised, positions_of, stored_module
+from tests.reference import assert_stage, positions_of, stored_module
 from tests.stages.test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked
 
 CLOSE = 1e-5  # contract: 1e-3 at every step; float32 rounding on both sides
@@ -287,32 +283,6 @@ def test_noise_without_the_references_tokens_is_refused(model, half, files):
     session.close()
 
 
-@pytest.fixture
-def masked(half, files):
-    """Flags of a run with an attention mask over 24 tokens of the clip and 10 of two references."""
-    mask = ("--conditioning-attention-mask", files[2], "--no-audio")
-    return (*FLAGS, "--lora", half, "--video-conditioning", files[0], f"{files[1]}:0.8", *mask)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2"])
-def test_two_ranks_agree_with_one(model, masked, generate, generate_on_ranks, mesh):
-    agree(generate("cuda", model, *masked), generate_on_ranks(2, model, *masked, "--mesh", mesh))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["sequence=4", "sequence=2,tensor=2"])
-def test_four_devices_agree_with_one(model, masked, generate, generate_on_devices, mesh):
-    several = generate_on_devices(4, model, *masked, "--profile", "trillium", "--mesh", mesh)
-    agree(generate("tpu", model, *masked), several)
-
-
-def agree(one, several):
-    assert one.status == several.status == 0, one.stderr + several.stderr
-    assert one.latents.keys() == several.latents.keys() and "reference.1" in one.latents
-    assert_near(several.latents, one.latents, CLOSE)
-
-
 def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
     """As of a file that has them in green; outside, pixels and sound are the reference's own."""
     clip, green = write(tmp_path / "a.mp4", size=(WIDTH, HEIGHT)), tmp_path / "green.mov"
@@ -398,11 +368,8 @@ def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
         start = {"video": np.zeros(clean.shape) if stage == "stage1" else made, "audio": sound}
         clean = {"video": clean, "audio": sound}
         masks = {"video": mask, "audio": np.zeros(len(sound))}
-        x = noised(state.record, stage, masks, clean, sigmas[0], start)
-        steps = euler_steps(
-            module, places, state.contexts, x, masks, clean, sigmas, frozen=("audio",)
-        )
-        assert_follows({name: each.record for name, each in runs.items()}, stage, steps)
+        given = module, places, sigmas, masks, clean, start
+        assert_stage(runs, stage, *given, frozen=("audio",))
 
 
 def test_a_folder_of_exr_images_is_a_reference(tiny, on_both, half, tmp_path):

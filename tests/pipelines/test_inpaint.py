@@ -18,14 +18,7 @@ from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 from tests.conftest import denoised
 from tests.pipelines.test_ic_lora import movie, save
 from tests.pipelines.test_retake import write
-from tests.reference import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
+from tests.reference import assert_stage, positions_of, stored_module
 
 SIZE = (64, 96)  # rows and columns of the clip's pixels
 
@@ -120,12 +113,9 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip, tmp_pa
         "audio": pack_audio(state.record["source.audio"])[0].astype(np.float64),
     }
     masks = {"video": made, "audio": np.zeros(len(clean["audio"]))}
-    x = noised(state.record, "stage1", masks, clean)
     sigmas = shifted_sigmas(2) if guided else DISTILLED_SIGMAS
-    how = guiding(request) if guided else {}
-    places = stored_module(folder), positions_of(geometry)
-    steps = euler_steps(*places, state.contexts, x, masks, clean, sigmas, frozen=("audio",), **how)
-    assert_follows({name: each.record for name, (_, each) in runs.items()}, "stage1", steps)
+    given = stored_module(folder), positions_of(geometry), sigmas, masks, clean
+    assert_stage(runs, "stage1", *given, frozen=("audio",), guided=guided and request)
     kept = state.record["stage1.video.steps"][-1][made == 0]
     np.testing.assert_array_equal(kept, pack_video(state.record["source.video"])[0][made == 0])
 

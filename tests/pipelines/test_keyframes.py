@@ -16,14 +16,7 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
-from tests.reference import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
+from tests.reference import assert_stage, positions_of, stored_module
 
 GUIDES = ((0, 1.0), (5, 0.7), (16, 0.4))  # frame and strength; no latent frame begins at the second
 FPS = 24
@@ -70,9 +63,9 @@ def test_both_stages_are_the_formula_over_diffusers(generation, guides, tiny):
     record, request = state.record, plan.request
     sound = record["stage1.audio.steps"][-1]
     before = {"video": pack_video(record["upsampled"])[0], "audio": sound}
-    for name, scale, sigmas, start, how in (
-        ("stage1", 2, shifted_sigmas(3), None, guiding(request)),
-        ("stage2", 1, STAGE2_SIGMAS, before, {}),
+    for name, scale, sigmas, start, guided in (
+        ("stage1", 2, shifted_sigmas(3), None, request),
+        ("stage2", 1, STAGE2_SIGMAS, before, None),
     ):
         g = request.geometry(session.config, scale)
         encoded = [tokens.clean[0] for tokens in state.given[name]]
@@ -89,9 +82,8 @@ def test_both_stages_are_the_formula_over_diffusers(generation, guides, tiny):
             for tokens, (_, strength) in zip(kept, GUIDES, strict=False):
                 masks[m][place : place + len(tokens)] = 1 - strength
                 place += len(tokens)
-        x = noised(record, name, masks, clean, sigmas[0], starts)
-        given = places, state.contexts, x, masks, clean, sigmas
-        assert_follows({"cuda": record}, name, euler_steps(stored_module(folder), *given, **how))
+        given = stored_module(folder), places, sigmas, masks, clean, starts
+        assert_stage({"cuda": state}, name, *given, guided=guided)
     final = unpack_video(record["stage2.video.steps"][-1][None, : g.num_video_tokens], g)
     np.testing.assert_array_equal(state.video, final)
     session.close()

@@ -12,11 +12,7 @@ import ltx2rt
 from ltx2rt.media import hdr
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import VideoInfo, read_frames
-from ltx2rt.models.geometry import (
-    Geometry,
-    pack_audio,
-    pack_video,
-)
+from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
 from ltx2rt.pipelines.retake import Retake
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
@@ -24,14 +20,7 @@ from ltx2rt.session.call import Call
 from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 from ltx2rt.testing import relative_l2
-from tests.reference import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
+from tests.reference import assert_stage, positions_of, stored_module
 
 RATE, TICKS = 44100, 240
 
@@ -204,12 +193,10 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
         masks[keep][:] = 0
     made = [m for m in masks if m != keep]
     assert {name.split(".")[1] for name in state.record if name.startswith("stage1.")} == set(made)
-    x = noised(state.record, "stage1", masks, clean)
     sigmas = shifted_sigmas(guided) if guided else DISTILLED_SIGMAS
-    how = guiding(plan.request) if guided else {}
-    given = positions_of(geometry), state.contexts, x, masks, clean, sigmas
-    steps = euler_steps(module, *given, frozen=(keep,) if keep else (), **how)
-    assert_follows({"cuda": state.record}, "stage1", steps)
+    how = {"frozen": (keep,) if keep else (), "guided": guided and plan.request}
+    places = positions_of(geometry)
+    assert_stage({"cuda": state}, "stage1", module, places, sigmas, masks, clean, **how)
     final = {"video": pack_video(state.record["video_latent"])}
     final["audio"] = pack_audio(state.record["audio_latent"])
     for m in final:
@@ -303,20 +290,20 @@ def test_a_folder_of_exr_images(on_both, tmp_path):
     given = given.transpose(3, 0, 1, 2)[None].astype(np.float32)
     flags = {"prompt": "a fox", "start_time": 0.1, "end_time": 0.2, "seed": 1, "fps": 30}
     flags |= {"video_path": tmp_path / "in", "hdr": "ACESCG"}
-    for session in on_both("tiny-2.3", distilled_lora=NO_LORA, assume="distilled").values():
-        plan = make_plan(session, Retake(**flags))
-        state, *_ = produce(session, plan, keep=True)
-        seen = session.run(Call("video-encoder", given.shape), {"frames": given})["latent"]
-        expected = session.backend.to_host(seen)
-        assert relative_l2(state.record["source.video"], expected) <= 1e-6  # float32
-        (frames,) = state.frames
-        found = hdr.decoded(hdr.as_frames(np.concatenate(list(frames))) / 2 + 0.5)
-        made, _ = plan.request.made_anew(plan.request.geometry(session.config))
-        assert plan.request.fps == 30 and found.shape == light.shape and made == range(1, 9)
-        kept = [i for i in range(17) if i not in made]
-        # Codes of 16 bits: 2e-4 of light in the logarithm's part, less than a half float's step.
-        np.testing.assert_allclose(found[kept], np.maximum(light[kept], 0), rtol=2e-4, atol=1e-5)
-        assert np.abs(found[8] - light[8]).mean() > 0.1
+    session = on_both("tiny-2.3", distilled_lora=NO_LORA, assume="distilled")["cuda"]
+    plan = make_plan(session, Retake(**flags))
+    state, *_ = produce(session, plan, keep=True)
+    seen = session.run(Call("video-encoder", given.shape), {"frames": given})["latent"]
+    expected = session.backend.to_host(seen)
+    assert relative_l2(state.record["source.video"], expected) <= 1e-6  # float32
+    (frames,) = state.frames
+    found = hdr.decoded(hdr.as_frames(np.concatenate(list(frames))) / 2 + 0.5)
+    made, _ = plan.request.made_anew(plan.request.geometry(session.config))
+    assert plan.request.fps == 30 and found.shape == light.shape and made == range(1, 9)
+    kept = [i for i in range(17) if i not in made]
+    # Codes of 16 bits: 2e-4 of light in the logarithm's part, less than a half float's step.
+    np.testing.assert_allclose(found[kept], np.maximum(light[kept], 0), rtol=2e-4, atol=1e-5)
+    assert np.abs(found[8] - light[8]).mean() > 0.1
 
 
 def test_its_stages(opened, clip):

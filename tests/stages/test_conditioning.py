@@ -10,21 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ltx2rt.media.images import load_conditioning_image
-from ltx2rt.models.geometry import (
-    Geometry,
-    keyframe_positions,
-    pack_video,
-    video_positions,
-)
+from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, video_positions
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.conditioning import (
-    Tokens,
-    audio_state,
-    image_tokens,
-    video_state,
-)
+from ltx2rt.stages.conditioning import Tokens, audio_state, image_tokens, video_state
 from ltx2rt.stages.references import StageReference
 from ltx2rt.weights.files import write_arrays
 from tests.conftest import assert_same

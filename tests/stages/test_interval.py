@@ -4,7 +4,6 @@ on both backends."""
 from dataclasses import replace
 
 import numpy as np
-import pytest
 from diffusers import ClassifierFreeGuidance
 
 from ltx2rt.models.guided_step import Branches
@@ -16,7 +15,6 @@ from ltx2rt.stages.denoise import Denoise, within
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound import Sound
-from tests.conftest import refused
 from tests.reference import (
     assert_follows,
     euler_steps,
@@ -27,7 +25,7 @@ from tests.reference import (
 )
 
 SIGMAS = shifted_sigmas(4)
-SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 4, "seed": 5}
+SIZE = {"width": 64, "height": 64, "num_frames": 17, "steps": 4, "seed": 5}
 MIDDLE = (0.25, 0.75)  # steps 1 and 2 of 4
 
 
@@ -90,27 +88,6 @@ def test_steps_on_the_border_and_nothing_to_guide():
     assert stage.parts == [(Branches(), slice(0, 4))]
     guided = replace(stage, guidance=np.array([[3, 0, 1, 0]] * 2), interval=(0.0, 0.5))
     assert [part.steps for part in guided.parts] == [slice(0, 2), slice(2, 4)]
-
-
-@pytest.mark.parametrize("name, given, says", [
-    ("one-stage", {"guidance_interval": "0.1"}, "expected START STOP"),
-    ("one-stage", {"guidance_interval": "0.9 0.1"}, "expected START STOP"),
-    ("one-stage", {"guidance_interval": "0.1 nan"}, "expected START STOP"),
-    ("one-stage", {"guidance_interval": (0.5, 2)}, "expected START STOP"),
-    ("one-stage", {"guidance_interval": "0 1", "skip_step": 1}, "given beside --skip-step"),
-    ("two-stage", {"guidance_interval": "0 1", "step_plan": "0,4,8"}, "given beside --step-plan"),
-    ("hq", {"guidance_interval": "0 1"}, "does not read it"),
-    ("extend", {"guidance_interval": "0 1", "video_path": "a.mp4"}, "add --guided"),
-    ("distilled", {"guidance_interval": "0 1"}, "distilled pipeline does not read it"),
-])  # fmt: skip
-def test_refusals(name, given, says):
-    with refused(says):
-        make_request(name, prompt="fox", **given).check()
-
-
-def test_an_interval_without_a_step_is_refused(sessions):
-    with refused(r"0 0\.05 holds none of the 4 steps"):
-        planned(sessions["cuda"], guidance_interval=(0.0, 0.05))
 
 
 def test_it_is_read_back_from_its_settings():

@@ -31,20 +31,28 @@ def stopping(stage, at):
     return seen
 
 
-@pytest.fixture(scope="module", params=["cuda", "tpu"])
+TPU = pytest.param("tpu", marks=pytest.mark.long)
+
+
+@pytest.fixture(scope="module", params=["cuda", TPU])
 def opened(request, tiny):
     model = tiny("tiny-2.3", "official")
     with ltx2rt.open(model, backend=request.param, device="cpu") as session:
         yield session
 
 
-@pytest.mark.parametrize(
-    ("pipeline", "stage", "at"),
-    [
-        ("one-stage", "stage1", 1), ("one-stage", "stage1", 2), ("hq", "stage1", 2),
-        ("two-stage", "stage2", 1), ("two-stage", "audio", 0),
-    ],
+CASES = (
+    ("one-stage", "stage1", 1), ("one-stage", "stage1", 2), ("hq", "stage1", 2),
+    ("two-stage", "stage2", 1), ("two-stage", "audio", 0),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("opened", "pipeline", "stage", "at"),
+    [*(("cuda", *case) for case in CASES), ("tpu", *CASES[2])]
+    + [pytest.param("tpu", *case, marks=pytest.mark.long) for case in CASES if case != CASES[2]],
+    indirect=["opened"],
+)
 def test_a_stopped_clip_goes_on_to_the_same_bits(opened, tmp_path, pipeline, stage, at):
     given = SIZE | LOOPS[pipeline] | {"pipeline": pipeline}
     whole, folder = opened.generate("a fox", **given), tmp_path / "parts"

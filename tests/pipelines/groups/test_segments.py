@@ -37,16 +37,12 @@ from ltx2rt.run.run import produce
 from ltx2rt.run.segments import check_records, claimed, discard, folder_of
 from ltx2rt.serve.folder import segments_of
 from ltx2rt.serve.worker import attempt
-from ltx2rt.session.open import open_session
-from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.frames import Frames
-from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import Keep, Segments, segment_starts
-from ltx2rt.stages.sound import Sound, vocode
+from ltx2rt.stages.sound import vocode
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
-from tests.conftest import assert_near, refused
+from tests.conftest import refused
 
 ONE_STAGE = pytest.param("one-stage", marks=pytest.mark.slow)
 CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
@@ -213,27 +209,6 @@ def test_both_stages_keep_the_frames_and_the_sound(opened, tmp_path, tiny):
     np.testing.assert_array_equal(pack_video(last)[0], record["stage2.video.steps"][-1][: 2 * 4])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pipeline", [ONE_STAGE, "distilled"])
-def test_backends_agree(tiny, opened, tmp_path, pipeline):
-    """On the second segment, from the same first one."""
-    made(opened.resident, asked(tmp_path, pipeline, segments=2))
-    (tmp_path / "0001.mov").unlink()
-    records = []
-    for backend in ("cuda", "tpu"):
-        model = tiny("tiny-2.3", "official")
-        options = ModelOptions(backend, model, device="cpu", dtype="float32")
-        session = open_session(replace(options, distilled_lora=NO_LORA))
-        plan = make_plan(session, asked(tmp_path, pipeline, segments=2))
-        left_out = (Frames, Sound, JoinFrames, Keep, Segments)
-        stages = tuple(s for s in plan.stages if not isinstance(s, left_out))
-        records.append(produce(session, replace(plan, stages=stages), keep=True)[0].record)
-        session.close()
-    ours, theirs = records
-    assert "stage1.video.steps" in ours
-    assert_near(theirs, ours, CLOSE)
-
-
 def test_a_long_clip_needs_two_programs_and_the_memory_of_one_segment(opened):
     session = opened.resident
     peaks = []
@@ -366,27 +341,6 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
         (tmp_path / "streamed.mp4").write_bytes(streamed)
         shown = list(read_frames(tmp_path / "streamed.mp4", "", 8))
         np.testing.assert_array_equal(shown, list(read_frames(cut, "", 8)))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kills", [1, pytest.param(10, marks=pytest.mark.slow)])
-def test_a_run_that_is_killed_again_and_again(tiny, command, tmp_path, kills):
-    """Within a segment and between two, in turn: it makes the clip of a run that no one stops."""
-    whole, cut = tmp_path / "whole.mp4", tmp_path / "cut.mp4"
-    length = ("--seed", 5, "--seconds", 1.7 if kills == 1 else 5, "--verbose")
-    assert command(*arguments(tiny, whole, *length))[0] == 0
-    for number in range(kills):
-        run = started(arguments(tiny, cut, *length))
-        for line in run.stderr:
-            if line.startswith("stage1: 2 steps ...") if number % 2 else " s left" in line:
-                break
-        time.sleep(0.05 * (number % 2))
-        run.kill()
-        run.communicate()
-        assert folder_of(cut).exists() and not cut.exists()
-        assert len([*folder_of(cut).glob("*.mov")]) >= number // 2 + 1
-    assert command(*arguments(tiny, cut, *length))[0] == 0
-    assert cut.read_bytes() == whole.read_bytes() and not folder_of(cut).exists()
 
 
 @pytest.mark.long

@@ -16,15 +16,8 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound_reference import SoundReference
 from ltx2rt.testing import relative_l2
-from tests.conftest import assert_near, denoised
-from tests.reference import (
-    assert_follows,
-    euler_steps,
-    guiding,
-    noised,
-    positions_of,
-    stored_module,
-)
+from tests.conftest import denoised
+from tests.reference import assert_stage, positions_of, stored_module
 
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "steps": 2, "seed": 5}
 SIDES = {"width": 64, "height": 64}
@@ -108,11 +101,9 @@ def test_every_step_is_the_formula_over_diffusers(sessions, voice, generation, a
     clean["audio"][TARGETS:] = tokens
     masks = {m: np.ones(len(x)) for m, x in clean.items()}
     masks["audio"][TARGETS:] = 1 - strength
-    x = noised(state.record, "stage1", masks, clean)
     places = places_of(plan.request, both["cuda"].config, at == "before", count)
-    given = places, state.contexts, x, masks, clean, shifted_sigmas(2)
-    steps = euler_steps(stored_module(folder), *given, **guiding(plan.request))
-    assert_follows({name: each.record for name, (_, each) in runs.items()}, "stage1", steps)
+    given = stored_module(folder), places, shifted_sigmas(2), masks, clean
+    assert_stage(runs, "stage1", *given, guided=plan.request)
 
 
 @pytest.mark.parametrize(
@@ -138,10 +129,8 @@ def test_voice_guidance_is_the_formula_over_diffusers(sessions, voice, generatio
     masks["audio"][TARGETS:] = 0
     places = places_of(plan.request, both["cuda"].config, True, count)
     start = {m: state.record[f"stage1.{m}.start"][0] for m in clean}
-    given, how = (places, state.contexts, start, masks, clean), guiding(plan.request)
-    sigmas, voiced = shifted_sigmas(2), (2.5, TARGETS)
-    steps = euler_steps(stored_module(folder), *given, sigmas, **how, voice=voiced)
-    assert_follows({name: each.record for name, (_, each) in runs.items()}, "stage1", steps)
+    given = stored_module(folder), places, shifted_sigmas(2), masks, clean
+    assert_stage(runs, "stage1", *given, x=start, guided=plan.request, voice=(2.5, TARGETS))
 
 
 def test_a_voice_that_does_not_guide_is_sound_before_the_clip(sessions, voice):
@@ -207,19 +196,3 @@ def test_sound_longer_than_the_clip_is_cut_where_both_begin(sessions, tmp_path, 
         (stage,) = (s for s in plan.stages if s.name == "stage1")
         assert stage.blank["audio"].shape == (1, TARGETS + count, 128)
     assert "its first 0.72 s are used, as long as the clip" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["sequence=2", "tensor=2"])
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
-def test_two_devices_agree_with_one(
-    tiny, voice, generate, generate_on_ranks, generate_on_devices, backend, mesh
-):
-    model = tiny("tiny-2.5", "official")
-    flags = ("--pipeline", "one-stage", "--seed", 5, "--no-audio", "--steps", 2, "--assume", "dev")
-    flags += ("--voice", voice)
-    several = generate_on_ranks if backend == "cuda" else generate_on_devices
-    one, two = generate("cuda", model, *flags), several(2, model, *flags, "--mesh", mesh)
-    assert one.status == two.status == 0, one.stderr + two.stderr
-    assert "reference.audio" in one.latents
-    assert_near(two.latents, one.latents, 1e-5)
