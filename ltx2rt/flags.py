@@ -217,12 +217,10 @@ def add_flags(
     *types: type,
     only: Iterable[str] | None = None,
     but: Iterable[str] = (),
-    hidden: bool = False,
     **defaults: Any,
 ) -> None:
-    """Add the flags of the types' fields: all, `only` some, or all but some. hidden: `--help` does
-    not show them. `defaults` replace the fields' own in the help. A flag that is not given leaves
-    nothing in the namespace."""
+    """Add the flags of the types' fields: all, `only` some, or all but some. `defaults` replace the
+    fields' own in the help. A flag that is not given leaves nothing in the namespace."""
     found, titled, left_out = flagged(*types), groups(parser), set(but)
     for name in found if only is None else only:
         f = found[name]
@@ -231,22 +229,14 @@ def add_flags(
         default = defaults.get(name, f.default)
         required = default is MISSING and f.default_factory is MISSING
         to = titled.get(f.metadata["flag"].group, parser)
-        add_flag(to, f, default=default, required=required, hidden=hidden)
+        add_flag(to, f, default=default, required=required)
 
 
-def add_flag(
-    to: Any,
-    f: Field,
-    *,
-    default: Any = None,
-    required: bool = False,
-    hidden: bool = False,
-    **how: Any,
-) -> None:
+def add_flag(to: Any, f: Field, *, default: Any = None, required: bool = False, **how: Any) -> None:
     """Add the flag of one field to a parser or a group. how: more for `add_argument`."""
     own: Flag = f.metadata["flag"]
     words: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "required": required}
-    words["help"] = argparse.SUPPRESS if hidden else _help(own, default, required)
+    words["help"] = _help(own, default, required)
     if reader(f) is bool:
         words["action"] = "store_false" if default is True else "store_true"
     else:

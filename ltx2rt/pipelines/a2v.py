@@ -98,7 +98,6 @@ class AudioToVideo(Request):
     task = "Sound to video"
     example = "--audio-path song.mp3"
     scale = 2
-    num_stages = 2
     distilled = "needed"
     groups = (
         *NEW, Size(), Images(), *PICTURES, NegativePrompt(), Steps(), VideoSkips(),

@@ -91,7 +91,6 @@ class DFR(Request):
     summary = "LTX-2.5: distilled with generated keyframes, and a higher frame rate"
     example = "--num-frames 121 --temporal-upsample-rounds 1"
     scale = 2
-    num_stages = 2
     distilled = "optional"
     groups = (*NEW, Size(), Images(), Hdr(), Sounding())
 

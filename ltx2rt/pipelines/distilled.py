@@ -26,7 +26,6 @@ class Distilled(Request):
     name = "distilled"
     summary = "8 distilled steps at half size, then 3 at full size; no guidance"
     scale = 2
-    num_stages = 2
     distilled = "optional"
     groups = (
         *NEW, Size(), Images(), *PICTURES, *SEGMENTED, *NAGGED, SoundFrom("stage2")

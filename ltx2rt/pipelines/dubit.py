@@ -31,7 +31,6 @@ class DubIt(Request):
     task = "Change the words"
     example = "--video-path talk.mp4 --lora dubit.safetensors"
     scale = 2
-    num_stages = 2
     distilled = "optional"
     groups = (Prompt(), ReferenceClip(), *RUN, FileSize(), PromptsByTime(), Sounding(), *NAGGED)
     about: ClassVar = {

@@ -37,7 +37,6 @@ class HdrICLora(Request):
     task = "Convert to HDR"
     example = "--video-path clip.mp4 --lora hdr.safetensors --hdr ACESCG"
     scale = 2
-    num_stages = 2
     distilled = "optional"
     mirrored = True
     groups = (

@@ -34,7 +34,6 @@ class HQ(Request):
     name = "hq"
     summary = "two-stage with the second-order sampler res_2s"
     scale = 2
-    num_stages = 2
     distilled = "needed"
     example = "--image fox.png:0"
     groups = (

@@ -55,7 +55,6 @@ class ICLora(Request):
     task = "Follow a clip"
     example = "--video-conditioning depth.mp4 --lora depth.safetensors"
     scale = 2
-    num_stages = 2
     distilled = "optional"
     groups = (*NEW, CoarseSize(), Images(), *PICTURES, *NAGGED, Mask())
     about: ClassVar = {

@@ -14,7 +14,6 @@ class Keyframes(Request):
     summary = "two-stage between two or more images"
     task = "Between photos"
     scale = 2
-    num_stages = 2
     distilled = "needed"
     example = "--image dawn.png:0 dusk.png:120"
     groups = (*NEW, Size(), Between(), *PICTURES, *GUIDED, *SEGMENTED, SoundFrom("stage2"))

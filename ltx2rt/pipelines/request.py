@@ -29,11 +29,10 @@ from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.steps import Skips
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing, existing_file, plain
-from ltx2rt.stages.conditioning import Conditioning
+from ltx2rt.stages.conditioning import Conditioning, GivenLatents
 from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import Duration
-from ltx2rt.stages.frames import decoding, video_decoder
-from ltx2rt.stages.given import GivenLatents
+from ltx2rt.stages.frames import decoding
 from ltx2rt.stages.inset import Cut, Inset
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS, from_level, shifted_sigmas
 from ltx2rt.stages.segments import SegmentFile
@@ -77,9 +76,9 @@ class Request:
     groups: with the pipeline's defaults. about: help of flags that mean something particular here.
     name: of the pipeline; summary, example: for `--help`, a line and flags that show its use.
     task: the wish of a person who chooses it, on the server's page.
-    scale: width and height of the first stage are those of the clip divided by it, or by that of
-    the upsampler if it has another. distilled: whether a distilled LoRA is merged: "needed",
-    "optional" (unless the weights are distilled) or "unused". mirrored: as of `Inset`.
+    scale: width and height of the first of two stages are those of the clip divided by it, or by
+    that of the upsampler if it has another; 1: there is one stage. distilled: whether a distilled
+    LoRA is merged: "needed", "optional" (unless the weights are distilled) or "unused". mirrored: as of `Inset`.
     """
 
     name: ClassVar[str]
@@ -89,7 +88,6 @@ class Request:
     groups: ClassVar[tuple[Group, ...]] = ()
     about: ClassVar[Mapping[str, str]] = {}
     scale: ClassVar[int] = 1
-    num_stages: ClassVar[int] = 1
     distilled: ClassVar[str] = "unused"
     mirrored: ClassVar[bool] = False
 
@@ -158,7 +156,7 @@ class Request:
                 f"--distilled-lora: none, but the {self.name} pipeline's second stage needs one"
             )
         for lora in options.loras:
-            if lora.stage == "stage2" and self.num_stages == 1:
+            if lora.stage == "stage2" and self.scale == 1:
                 raise InputError(
                     f"--lora: {lora.path} is for stage 2, and the {self.name} pipeline has none"
                 )
@@ -448,8 +446,8 @@ class Request:
         """The stages that make the clip of the last latents, and of the sound that a stage kept.
         sound: whether there is any to decode."""
         heard = sound and self.audio
-        decoder = video_decoder(model, options.video_decoder)
-        frames = decoding(decoder, geometry, model, options.vae_tiling, self.noise)
+        how = model, options.vae_tiling, self.noise
+        frames = decoding(options.video_decoder, geometry, *how)
         inset = self.inset(model, geometry)
         made = pixel_frames(geometry.frames, geometry.time_factor)
         over = made - self.seen_frames if self.has(SourceClip) else 0

@@ -23,7 +23,7 @@ from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
 from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.splice import Splice
+from ltx2rt.stages.joined import Splice, WholeClip
 from ltx2rt.stages.stage import MODALITIES, Stage
 
 flag = flags_of("conditioning")
@@ -190,8 +190,8 @@ class Retake(Request):
             if self.window and not self.keep_source:
                 frames, end = self.window, self.window.stop / self.fps
                 seconds = self.since_s, float(end)
-            part = sound if self.keeps_sound else None
-            spliced = [Splice(video, part, self.info, frames, seconds)]
+            whole = WholeClip(self.video_path, self.info, FLAG)
+            spliced = [Splice(video, whole, self.keeps_sound, frames, seconds)]
         return [
             video,
             *([sound] if self.keeps_sound else []),

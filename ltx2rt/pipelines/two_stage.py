@@ -14,7 +14,6 @@ class TwoStage(Request):
     name = "two-stage"
     summary = "guided at half size, then 3 distilled steps at full size"
     scale = 2
-    num_stages = 2
     distilled = "needed"
     example = "--image fox.png:0"
     groups = (*NEW, Size(), Images(), *PICTURES, *GUIDED, *SEGMENTED, SoundFrom())

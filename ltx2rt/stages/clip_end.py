@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice, repeat
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -58,6 +58,7 @@ class ClipEnd(Conditioning):
     `--latents-out` calls the latents.
     """
 
+    kind: ClassVar[str] = "videos"
     source: SourceVideo
     clip: Geometry
     name: str

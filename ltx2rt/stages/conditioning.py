@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -31,7 +32,7 @@ from ltx2rt.models.geometry import (
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import MODALITIES, State
+from ltx2rt.stages.stage import MODALITIES, Stage, State, say
 from ltx2rt.weights.files import TensorFile
 
 
@@ -86,7 +87,10 @@ class Tokens:
 
 
 class Conditioning(Protocol):
-    """Anything but text that a stage is given, at its size. Implementations derive from it."""
+    """Anything but text that a stage is given, at its size. Implementations derive from it. kind:
+    of the files that are encoded, as reports call them; empty: none are."""
+
+    kind: ClassVar[str] = ""
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return iter(())
@@ -100,6 +104,35 @@ class Conditioning(Protocol):
         ...
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens: ...
+
+
+@dataclass(frozen=True)
+class GivenLatents(Stage):
+    """stage: the denoising stage that it is for. Reports have it if something is encoded."""
+
+    stage: str
+    given: tuple[Conditioning, ...]
+
+    @property
+    def name(self) -> str:  # pyrefly: ignore[bad-override]
+        kinds = {conditioning.kind for conditioning in self.given}
+        known = next((kind for kind in ("videos", "images", "sound") if kind in kinds), "images")
+        return f"{self.stage} {known}"
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        for conditioning in self.given:
+            yield from conditioning.needs(model)
+
+    def check(self, session: Session) -> None:
+        for conditioning in self.given:
+            say(session, conditioning.check(session))
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        encodes = any(True for _ in self.needs(session.config))
+        with watch.stage(self.name) if encodes else nullcontext():
+            state.given[self.stage] = [
+                conditioning.encode(session, state, watch) for conditioning in self.given
+            ]
 
 
 @dataclass(frozen=True)
@@ -123,6 +156,7 @@ class Image(Still):
     """An image file. crf: of its H.264 recompression, 0 for none. hdr:
     space of an EXR file, which is not recompressed."""
 
+    kind: ClassVar[str] = "images"
     crf: int = 0
     hdr: str | None = None
 

@@ -48,6 +48,5 @@ class Duration(Stage):
             )
             state.seconds = float(session.backend.to_host(found["seconds"])[0])
         low, high = self.window_s
-        state.num_frames = frames_of(
-            state.seconds, self.fps, (low, high), session.config.video_vae.time_factor
-        )
+        step = session.config.video_vae.time_factor
+        state.num_frames = frames_of(state.seconds, self.fps, (low, high), step)

@@ -225,14 +225,14 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
     """Gemma and its language head. Raises InputError if a tensor that is used is missing."""
     transformers = library()
     transformers.logging.disable_progress_bar()
+    more: dict[str, Any] = {"device_map": "auto"} if on_gpu else {}
     if folder.is_file():
-        return _of_file(folder, dtype, on_gpu)
+        return _of_file(folder, dtype, more).eval().requires_grad_(False)
     kind = read_json(folder / "config.json").get("model_type", None)
     type_: Any = {
         "gemma3": transformers.Gemma3ForConditionalGeneration,
         "gemma3_text": transformers.Gemma3ForCausalLM,
     }.get(kind, transformers.AutoModelForCausalLM)
-    more: dict[str, Any] = {"device_map": "auto"} if on_gpu else {}
     model, found = type_.from_pretrained(
         folder, dtype=dtype, local_files_only=True, output_loading_info=True, **more
     )
@@ -260,7 +260,7 @@ def merge_into(model: Any, loras: Sequence[LoraSpec]) -> None:
             found.copy_(found.new_tensor(changed))
 
 
-def _of_file(path: Path, dtype: str, on_gpu: bool) -> Any:
+def _of_file(path: Path, dtype: str, more: dict[str, Any]) -> Any:
     """A Gemma 3 of a GGUF or safetensors file, decoded to the dtype, "auto" for bfloat16."""
     torch = import_module("torch")
     config, source = open_gemma(path)
@@ -274,11 +274,9 @@ def _of_file(path: Path, dtype: str, on_gpu: bool) -> Any:
         for name in source.names()
         if name.startswith(GEMMA)
     }
-    more: dict[str, Any] = {"device_map": "auto"} if on_gpu else {}
-    model = library().Gemma3ForCausalLM.from_pretrained(
+    return library().Gemma3ForCausalLM.from_pretrained(
         None, config=library().Gemma3TextConfig(**text), state_dict=state, dtype=wanted, **more
     )
-    return model.eval().requires_grad_(False)
 
 
 def feeds(

@@ -58,11 +58,11 @@ def video_decoder(model: ModelConfig, asked: str | None) -> str:
 
 
 def decoding(
-    decoder: str, geometry: Geometry, model: ModelConfig, mode: str, noise: Noise
+    asked: str | None, geometry: Geometry, model: ModelConfig, mode: str, noise: Noise
 ) -> Frames:
-    """The stage that makes a clip's frames. decoder: one of DECODERS; mode: of tiling, "auto" or
-    "off". Raises InputError if the model has no such decoder."""
-    if decoder == "conv":
+    """The stage that makes a clip's frames. asked: as of `video_decoder`; mode: of tiling, "auto"
+    or "off". Raises InputError if the model has no such decoder."""
+    if video_decoder(model, asked) == "conv":
         return Frames(geometry, tiling(geometry, model, mode), len(noise.seeds))
     config = config_of(model)
     tiles = plan_feature_tiles(

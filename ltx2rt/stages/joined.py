@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -19,13 +20,21 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.media.hdr import to_codes
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound, resample
-from ltx2rt.media.splice import Seam, join_frames, join_sound
+from ltx2rt.media.splice import (
+    Seam,
+    join_frames,
+    join_sound,
+    splice_frames,
+    splice_sound,
+    stacked,
+)
 from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.mel import WINDOW
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_sound import encode_sound
+from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import FramesStage, Stage, State, finite, say
 
 BLOCK_S, QUIET_S = 0.005, 0.1  # what the end of a sound is tried by, and how much of it at most
@@ -183,3 +192,43 @@ class Join(JoinFrames):
                 sides[0] = sides[0][:, : round(self.before.heard_s * rate)]
             joined = [join_sound(one, sides[0], sides[1], start, stop, rate) for one in made]
             state.hear(np.stack(joined), rate)
+
+
+@dataclass(frozen=True)
+class Splice(FramesStage):
+    """Restore a clip's own frames and sound outside the part that is made anew.
+
+    video: the part of the clip that the model sees, all of it or a window. heard: whether its sound
+    is kept, else that of the new clip stays as it is. frames: the clip's frames that are new,
+    seconds: the part of its sound. The new clip gets the rate of the clip's sound.
+    """
+
+    video: SourceVideo
+    clip: WholeClip
+    heard: bool
+    frames: range
+    seconds: tuple[float, float]
+    name = "splice"
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        super().run(session, state, watch)
+        if not self.heard or state.waveforms is None or state.sample_rate is None:
+            return
+        with watch.stage(self.name):
+            rate = self.clip.rate
+            source, made = self.clip.sound(rate), resample(state.waveforms, state.sample_rate, rate)
+            first = round(self.video.start / self.clip.info.fps * rate)
+            made = made[..., : max(source.shape[1] - first, 0)]
+            after = source.shape[1] - first - made.shape[2]
+            made = np.pad(made, ((0, 0), (0, 0), (first, after)))
+            spliced = [splice_sound(one, source, *self.seconds, rate) for one in made]
+            state.hear(np.stack(spliced), rate)
+
+    def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+        start = self.video.start
+        source = self.video.codes(self.clip.frames())
+        levels = to_codes if self.video.space else to_rgb8
+        yield from stacked(islice(source, start))
+        made = range(self.frames.start - start, self.frames.stop - start)
+        yield from splice_frames(chunks, source, made, levels)
+        yield from stacked(source)

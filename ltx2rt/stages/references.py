@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class Reference(Conditioning):
     0.
     """
 
+    kind: ClassVar[str] = "videos"
     source: SourceVideo
     clip: Geometry
     number: int = 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 
@@ -50,6 +51,7 @@ class SoundReference(Conditioning):
     up to the clip's end. strength: 1 keeps them exactly. silent: a silent file is taken as well.
     """
 
+    kind: ClassVar[str] = "sound"
     path: Path
     clip: Geometry
     flag: str

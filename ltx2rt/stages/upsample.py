@@ -36,13 +36,10 @@ class Upsample(Stage):
                 f"--upsampler: it is a {model.upsampler.kind} one, a x{float(self.scale):g} "
                 "spatial one is expected here; pass one with --upsampler"
             )
-        yield Call(self.network, self.geometry.video_shape, self.num_videos)
-        if self.keyframes:
-            yield Call(
-                self.network,
-                replace(self.geometry, frames=self.keyframes).video_shape,
-                self.num_videos,
-            )
+        for frames in (self.geometry.frames, self.keyframes):
+            if frames:
+                shape = replace(self.geometry, frames=frames).video_shape
+                yield Call(self.network, shape, self.num_videos)
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         assert state.video is not None, "nothing was denoised"
@@ -50,12 +47,10 @@ class Upsample(Stage):
             state.video = self._upsampled(session, state.video)
             if self.keyframes:
                 frames = sorted(state.keyframes)
-                found = self._upsampled(
-                    session, np.concatenate([state.keyframes[i] for i in frames], axis=2)
-                )
-                state.keyframes = dict(
-                    zip(frames, np.split(found, len(frames), axis=2), strict=True)
-                )
+                latents = np.concatenate([state.keyframes[i] for i in frames], axis=2)
+                found = self._upsampled(session, latents)
+                each = np.split(found, len(frames), axis=2)
+                state.keyframes = dict(zip(frames, each, strict=True))
                 state.put("upsampled_keyframes", found)
         state.put("upsampled", state.video)
 

@@ -21,7 +21,7 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.denoise import Noise
-from ltx2rt.stages.frames import decoding, video_decoder
+from ltx2rt.stages.frames import decoding
 from ltx2rt.stages.sound import decode_sound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo
@@ -136,8 +136,8 @@ def decoded(
         write_wav(path := path.with_suffix(".wav"), **sound)
         return path
     state = State(video=latents["video"][None])
-    decoder = video_decoder(config, options.video_decoder)
-    stage = decoding(decoder, job.geometry(config), config, options.vae_tiling, Noise((0,)))
+    how = config, options.vae_tiling, Noise((0,))
+    stage = decoding(options.video_decoder, job.geometry(config), *how)
     stage.run(session, state, watch)
     write_mp4(path, next(state.frames), num_frames=job.bucket.frames, fps=job.fps, **sound)
     return path

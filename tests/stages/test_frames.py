@@ -202,5 +202,5 @@ def test_the_plan_knows_every_call(opened):
     assert [call.network for call in conv.needs(session.config)] == ["video-decoder"] * 2
     assert not conv.draws(session.config)
     without = replace(session.config, parts={})
-    with refused("has no diffusion decoder"):
+    with refused("--video-decoder: diffusion, but no video VAE with that decoder was found"):
         decoding("diffusion", geometry, without, "auto", Noise((1,)))

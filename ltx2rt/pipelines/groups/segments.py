@@ -31,9 +31,9 @@ from ltx2rt.pipelines.groups.size import (
 from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends, leading
+from ltx2rt.stages.conditioning import GivenLatents
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.duration import chooses_length
-from ltx2rt.stages.given import GivenLatents
 from ltx2rt.stages.inset import Inset
 from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import (

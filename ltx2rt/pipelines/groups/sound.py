@@ -113,7 +113,7 @@ class Voice(Group):
             raise InputError(f"{VOICE}: given beside {CONDITIONING}; leave one of the two out")
         if not self.voice and self.voice_guidance != 3.0:
             raise InputError(f"{VOICE}-guidance: there is no voice to guide by; give {VOICE}")
-        if self.voice and request.num_videos > 1 and request.num_stages > 1:
+        if self.voice and request.num_videos > 1 and request.scale > 1:
             raise InputError(
                 f"--num-videos: {request.num_videos}, but the second stage keeps one sound of "
                 f"{VOICE}; run it for each seed"
