@@ -253,6 +253,26 @@ def install_backend(tmp_path, monkeypatch) -> Callable[[str, str], None]:
     return install
 
 
+@pytest.fixture(scope="session")
+def half(folder, tmp_path_factory) -> Path:
+    """A LoRA for references of half the size."""
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path_factory.mktemp("lora") / "half.safetensors"
+    tensors = load_file(folder / "tiny-2.3-distilled-lora.safetensors")
+    save_file(tensors, path, {"reference_downscale_factor": "2"})
+    return path
+
+
+@pytest.fixture(scope="module")
+def following(on_both, half) -> dict:
+    """Sessions with that LoRA at no strength, on weights that count as distilled."""
+    from ltx2rt.session.options import NO_LORA, LoraSpec
+
+    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(half, 0.0),), "assume": "distilled"}
+    return on_both("tiny-2.3", **how)
+
+
 def denoised(session, request):
     """The plan of a request, and the state of its run up to its decoders."""
     from ltx2rt.run.plan import make_plan

@@ -27,7 +27,7 @@ from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.mask import NONE, Mask
 from ltx2rt.pipelines.groups.reference import reference, references_of
 from ltx2rt.pipelines.groups.size import Size
-from ltx2rt.pipelines.groups.sound import check_reference, parse_reference
+from ltx2rt.pipelines.groups.sound import SoundFrom, check_reference, parse_reference
 from ltx2rt.pipelines.groups.source_clip import FileSize
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -56,7 +56,7 @@ class ICLora(Request):
     example = "--video-conditioning depth.mp4 --lora depth.safetensors"
     scale = 2
     distilled = "optional"
-    groups = (*NEW, CoarseSize(), Images(), *PICTURES, *NAGGED, Mask())
+    groups = (*NEW, CoarseSize(), Images(), *PICTURES, *NAGGED, Mask(), SoundFrom())
     about: ClassVar = {
         "mask": "image or video of the reference's size, white where the clip is made anew, by a LoRA "
         "for inpainting",
@@ -87,8 +87,8 @@ class ICLora(Request):
     skip_stage_2: bool = flag(
         False, "stop after stage 1, at half the width and height", group="sampling"
     )
-    audio_from: str | None = flag(
-        None, "stage of the sound (default: last)", group="sampling", choices=("stage1", "stage2")
+    audio_from: str | None = flag_like(
+        SoundFrom, "audio_from", None, help="stage of the sound (default: last)"
     )
 
     def check(self) -> None:
@@ -183,8 +183,6 @@ class ICLora(Request):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """User LoRAs are merged in stage 1 alone."""
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        first: dict[str, Any] = {"sound": self.audio_from == "stage1"}
-        second: dict[str, Any] = {"sound": self.audio_from == "stage2"}
         factors = references_of(self, model, loras.user)
         paths = [lora.path for lora in loras.user]
         if hdr_log(paths) == LOGC3_LOG and not self.hdr:
@@ -202,7 +200,10 @@ class ICLora(Request):
             how["space"] = self.hdr if spec.path.is_dir() else None
             seen = (spec, self.num_frames, FLAG, half, model, factors, "off", number)
             given.append(reference(*seen, **how))
-        before, after, kept = list[Stage](), list[Stage](), False
+        if self.skip_stage_2:
+            made = self.denoise_once(half, options, loras, given)
+            return [*self.text, *made, *self.decoded(half, model, options)]
+        before, after, kept = list[Stage](), list[Stage](), dict[str, Any]()
         if self.paints:
             info, region = self._masked
             seen = given[0].source
@@ -215,11 +216,8 @@ class ICLora(Request):
                 path, since = seen.path, float(info.times_s[0])
                 kind = None, "zeros", self.num_videos, True, "source.audio"
                 before = [SourceSound(path, full, since, *kind)]
-                first, second, kept = {"frozen": ("audio",)}, {"frozen": ("audio",)}, True
-        if self.skip_stage_2:
-            made = self.denoise_once(half, options, loras, given)
-            return [*self.text, *made, *self.decoded(half, model, options)]
-        first, second = first | {"given": given}, second | {"loras": loras.extra}
+                kept = {"frozen": ("audio",), "sound": False}
+        first, second = {"given": given, **kept}, {"loras": loras.extra, **kept}
         made = self.in_two_passes(model, options, loras, first, second, sound=not kept)
         return [*before, *made, *after]
 

@@ -12,29 +12,14 @@ from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import pack_audio, pack_video, video_positions
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
-from ltx2rt.session.options import NO_LORA, LoraSpec
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.testing import relative_l2
 from tests.conftest import denoised
 from tests.pipelines.groups.test_sound import encoded
-from tests.pipelines.test_ic_lora import lora_with
 from tests.pipelines.test_retake import write
 from tests.reference import assert_stage, positions_of, stored_module
 
 STRENGTH = 0.75
-
-
-@pytest.fixture(scope="module")
-def lora(folder, tmp_path_factory):
-    """For references of half the size."""
-    path = tmp_path_factory.mktemp("lora") / "dub.safetensors"
-    return lora_with(folder / "tiny-2.3-distilled-lora.safetensors", path, downscale=2)
-
-
-@pytest.fixture(scope="module")
-def sessions(on_both, lora):
-    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
-    return on_both("tiny-2.3", **how)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +35,11 @@ def run(session, path, **more):
 
 
 @pytest.mark.long
-def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
+def test_every_step_is_the_formula_over_diffusers(following, folder, clip):
     """On both backends. The latents of the whole track are those of diffusers' audio encoder."""
-    runs = {b: run(s, clip, reference_strength=STRENGTH) for b, s in sessions.items()}
+    runs = {b: run(s, clip, reference_strength=STRENGTH) for b, s in following.items()}
     plan, state = runs["cuda"]
-    request, config = plan.request, sessions["cuda"].config
+    request, config = plan.request, following["cuda"].config
     assert (request.width, request.height, request.num_frames) == (128, 128, 19)
     voice = encoded(folder, clip)
     for _, each in runs.values():
@@ -96,8 +81,8 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip):
 
 
 @pytest.mark.long
-def test_the_clip_is_written_with_new_sound(tiny, clip, lora, generate):
-    words = ("--pipeline", "dubit", "--lora", lora, "--video-path", clip, "--distilled-lora")
+def test_the_clip_is_written_with_new_sound(tiny, clip, half, generate):
+    words = ("--pipeline", "dubit", "--lora", half, "--video-path", clip, "--distilled-lora")
     words += ("none", "--seed", 3, "--width", 256, "--height", 128, "--fit", "crop")
     run = generate("cuda", tiny("tiny-2.3", "official"), *words)
     assert run.status == 0, run.stderr
@@ -111,20 +96,20 @@ def test_the_clip_is_written_with_new_sound(tiny, clip, lora, generate):
     assert info.has_sound
 
 
-def test_a_quiet_file_has_no_voice_to_keep(sessions, tmp_path, capsys):
+def test_a_quiet_file_has_no_voice_to_keep(following, tmp_path, capsys):
     still = {"num_frames": 17, "fps": Fraction(24), "sample_rate": 16000}
     silence = np.zeros((2, 11333))
     write_mp4(tmp_path / "a.mp4", [np.zeros((3, 17, 128, 128))], waveform=silence, **still)
     given = {"prompt": "hi", "video_path": tmp_path / "a.mp4"}
-    make_plan(sessions["cuda"], make_request("dubit", **given))
+    make_plan(following["cuda"], make_request("dubit", **given))
     assert "is silent, below -60 dB: there is no voice to keep" in capsys.readouterr().err
 
 
-def test_its_stages(sessions, clip, capsys):
+def test_its_stages(following, clip, capsys):
     given = {"prompt": "hi", "video_path": clip, "width": 256, "height": 128, "seed": 1}
-    plan = make_plan(sessions["cuda"], make_request("dubit", **given))
+    plan = make_plan(following["cuda"], make_request("dubit", **given))
     names = ["text", "stage1 videos", "stage1", "upsample", "stage2 videos", "stage2", "audio"]
     assert [stage.name for stage in plan.stages] == [*names, "decode", "cut"]
-    said = next(plan.request.remarks(sessions["cuda"].config))
+    said = next(plan.request.remarks(following["cuda"].config))
     assert said == "256x128, 19 frames: made as 256x128, 25, given back as it was"
     assert "its one channel is taken as left and right" in capsys.readouterr().err

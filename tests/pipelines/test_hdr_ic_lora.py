@@ -6,7 +6,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from ltx2rt.media import hdr
 from ltx2rt.media.video import video_info
@@ -14,7 +13,6 @@ from ltx2rt.models.geometry import pack_video, video_positions
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import resolved_stages
 from ltx2rt.run.recording import high_range
-from ltx2rt.session.options import NO_LORA, LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from tests.conftest import denoised
@@ -26,31 +24,16 @@ STAGE2 = np.array([0.909375, 0.725, 0.0], np.float32)
 
 
 @pytest.fixture(scope="module")
-def lora(tiny, tmp_path_factory):
-    """For references of half the size, in LogC3."""
-    path = tmp_path_factory.mktemp("lora") / "hdr.safetensors"
-    source = tiny("tiny-2.3", "diffusers") / "tiny-2.3-distilled-lora.safetensors"
-    save_file(load_file(source), path, {"reference_downscale_factor": "2"})
-    return path
-
-
-@pytest.fixture(scope="module")
-def sessions(on_both, lora):
-    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
-    return on_both("tiny-2.3", **how)
-
-
-@pytest.fixture(scope="module")
 def clip(tmp_path_factory):
     """17 frames of 128x128, without sound."""
     return write(tmp_path_factory.mktemp("clips") / "a.mp4", 17, size=(128, 128), sound_s=0)
 
 
-def test_every_step_is_the_formula_over_diffusers(tiny, sessions, clip):
+def test_every_step_is_the_formula_over_diffusers(tiny, following, clip):
     """On both backends; the frames are of the last latents' codes."""
     folder = tiny("tiny-2.3", "diffusers")
     given = {"prompt": "a fox", "video_path": clip, "seed": 3, "reference_strength": STRENGTH}
-    runs = {b: denoised(s, make_request("hdr-ic-lora", **given)) for b, s in sessions.items()}
+    runs = {b: denoised(s, make_request("hdr-ic-lora", **given)) for b, s in following.items()}
     plan, state = runs["cuda"]
     request = plan.request
     assert (request.width, request.height, request.num_frames) == (128, 128, 17)
@@ -59,7 +42,7 @@ def test_every_step_is_the_formula_over_diffusers(tiny, sessions, clip):
     module = stored_module(folder)
     stages = (("stage1", 2, 0, DISTILLED_SIGMAS), ("stage2", 1, 1, STAGE2))
     for stage, scale, number, sigmas in stages:
-        g = request.geometry(sessions["cuda"].config, scale)
+        g = request.geometry(following["cuda"].config, scale)
         coarse = replace(g, rows=g.rows // 2, columns=g.columns // 2)
         seen = pack_video(state.record[f"reference.{number}"])[0].astype(np.float64)
         places = positions_of(g)
@@ -74,13 +57,13 @@ def test_every_step_is_the_formula_over_diffusers(tiny, sessions, clip):
         how = {"frozen": ("audio",), "alone": True}
         assert_stage(runs, stage, module, places, sigmas, masks, clean, start, **how)
         assert len(state.record[f"{stage}.video.steps"]) == len(sigmas) - 1
-    assert high_range(sessions["cuda"], request) == hdr.HighRange("SRGB_LINEAR", "logc3")
+    assert high_range(following["cuda"], request) == hdr.HighRange("SRGB_LINEAR", "logc3")
 
 
-def test_references_are_encoded_whole_up_to_512x768(sessions, tmp_path):
+def test_references_are_encoded_whole_up_to_512x768(following, tmp_path):
     """However long, and however the clip is decoded: tiles of 80 frames give latents 0.09 away."""
     film = write(tmp_path / "long.mp4", 97, size=(128, 128), sound_s=0)
-    session = sessions["cuda"]
+    session = following["cuda"]
     given = {"prompt": "a fox", "video_path": film, "seed": 3}
     for side, tiles in ((128, [1, 1]), (2048, [1, 2])):
         request = make_request("hdr-ic-lora", **given, width=side, height=side)
@@ -91,11 +74,11 @@ def test_references_are_encoded_whole_up_to_512x768(sessions, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "mode"), [((180, 100), "reflect"), ((60, 60), "replicate")])
-def test_borders_mirror_the_picture(sessions, tmp_path, size, mode):
+def test_borders_mirror_the_picture(following, tmp_path, size, mode):
     """At sizes that are no multiples of 64 nor of the 128 that half a reference of stage 1 spans; a
     border as wide as the picture has its edge."""
     film = write(tmp_path / "a.mp4", 9, size=size, sound_s=0)
-    session = sessions["cuda"]
+    session = following["cuda"]
     request = make_request("hdr-ic-lora", prompt="a fox", video_path=film, seed=3)
     stages = resolved_stages(session.checkpoint, session.options, request)
     sources = [s.given[0].source for s in stages if isinstance(s, Denoise)]
@@ -112,9 +95,9 @@ def test_borders_mirror_the_picture(sessions, tmp_path, size, mode):
         np.testing.assert_allclose(source.fitted(pixels), expected[0], atol=1e-6)  # float32
 
 
-def test_frames_are_in_linear_light(tiny, command, lora, tmp_path):
+def test_frames_are_in_linear_light(tiny, command, half, tmp_path):
     clip = write(tmp_path / "given.mp4", 17, size=(116, 70), sound_s=0)
-    model = ("--model", tiny("tiny-2.3", "official"), "--distilled-lora", "none", "--lora", lora)
+    model = ("--model", tiny("tiny-2.3", "official"), "--distilled-lora", "none", "--lora", half)
     start = ("generate", "--backend", "cuda", "--device", "cpu", "--pipeline", "hdr-ic-lora")
     words = (*start, *model, "--prompt", "a fox", "--seed", 3, "--video-path", clip)
     both = (tmp_path / "hlg.mp4", tmp_path / "%05d.exr")

@@ -183,13 +183,6 @@ def model(tiny):
     return tiny("tiny-2.3", "official")
 
 
-@pytest.fixture(scope="module")
-def half(model, tmp_path_factory):
-    """A LoRA for references of half the size."""
-    path = tmp_path_factory.mktemp("lora") / "half.safetensors"
-    return lora_with(model / "tiny-2.3-distilled-lora.safetensors", path, downscale=2)
-
-
 def test_stage_two_has_neither_references_nor_their_lora(model, half, files, generate):
     words = ("--lora", half, "--video-conditioning", files[0], "--no-audio")
     run = generate("cuda", model, *FLAGS, *words)
@@ -321,17 +314,15 @@ def test_with_a_mask_its_pixels_are_made_anew(model, half, tmp_path):
 
 
 @pytest.mark.long
-def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
+def test_a_border_is_made_by_the_formula(folder, following, tmp_path):
     """Every step of both stages over diffusers' transformer, on both backends, from the file within
     a green border; inside, pixels are the file's own."""
-    folder, pad = tiny("tiny-2.3", "diffusers"), (64, 40, 128, 24)
-    lora = lora_with(folder / "tiny-2.3-distilled-lora.safetensors", tmp_path / "a.safetensors", 2)
-    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(lora, 0.0),), "assume": "distilled"}
+    pad = 64, 40, 128, 24
     clip = write(tmp_path / "a.mp4", size=(64, 64))
     source = np.stack(list(read_frames(clip, "", FRAMES)))
     request = ICLora("a fox", **SIZE, seed=3, video_conditioning=(ReferenceSpec(clip),), pad=pad)
     runs = {}
-    for name, session in on_both("tiny-2.3", **how).items():
+    for name, session in following.items():
         state, *_ = produce(session, make_plan(session, request), keep=True)
         shown = np.concatenate([to_rgb8(chunk) for chunk in next(state.frames)])
         runs[name] = state
@@ -372,11 +363,10 @@ def test_a_border_is_made_by_the_formula(tiny, on_both, tmp_path):
         assert_stage(runs, stage, *given, frozen=("audio",))
 
 
-def test_a_folder_of_exr_images_is_a_reference(tiny, on_both, half, tmp_path):
+def test_a_folder_of_exr_images_is_a_reference(following, tmp_path):
     """Its codes lie within the reference's size, mirrored around."""
     light = write_light(tmp_path / "in", 9, (114, 78))
-    how = {"distilled_lora": NO_LORA, "loras": (LoraSpec(half, 0.0),), "assume": "distilled"}
-    session = on_both("tiny-2.3", **how)["cuda"]
+    session = following["cuda"]
     flags = {"prompt": "a fox", "width": 256, "height": 128, "num_frames": 9}
     seen = (ReferenceSpec(tmp_path / "in"),)
     request = ICLora(video_conditioning=seen, hdr="ACESCG", **flags)

@@ -49,16 +49,23 @@ def test_a_clip_of_an_exr_image(tiny, command, picture, tmp_path):
     assert np.abs(plane.astype(float) - hdr.ten_bits(signal)[0]).mean() < 10
 
 
-def test_the_encoder_is_given_the_images_codes(on_both, picture, monkeypatch):
+@pytest.fixture
+def spied(on_both, monkeypatch):
+    """A session, and the frames that its encoder is given."""
     session = on_both("tiny-2.3", distilled_lora=NO_LORA, assume="dev")["cuda"]
     seen, run = [], session.run
 
-    def spied(call, feeds, *more):
+    def spy(call, feeds, *more):
         if call.network == "video-encoder":
             seen.append(feeds["frames"])
         return run(call, feeds, *more)
 
-    monkeypatch.setattr(session, "run", spied)
+    monkeypatch.setattr(session, "run", spy)
+    return session, seen
+
+
+def test_the_encoder_is_given_the_images_codes(spied, picture):
+    session, seen = spied
     request = make_request(
         "one-stage", prompt="a fox", width=64, height=64, num_frames=9, steps=1, seed=3,
         images=[(picture, 0)], hdr="ACESCG",
@@ -73,17 +80,9 @@ def test_the_encoder_is_given_the_images_codes(on_both, picture, monkeypatch):
 
 
 @pytest.mark.long
-def test_segments_keep_codes_of_16_bits(on_both, picture, monkeypatch, tmp_path):
+def test_segments_keep_codes_of_16_bits(spied, picture, tmp_path):
     """The next one is given those, without a step through 8 bits; made anew it is the same."""
-    session = on_both("tiny-2.3", distilled_lora=NO_LORA, assume="dev")["cuda"]
-    seen, run = [], session.run
-
-    def spied(call, feeds, *more):
-        if call.network == "video-encoder":
-            seen.append(feeds["frames"])
-        return run(call, feeds, *more)
-
-    monkeypatch.setattr(session, "run", spied)
+    session, seen = spied
     clip = {"prompt": "a fox", "width": 64, "height": 64, "num_frames": 17, "steps": 1, "seed": 3}
     clip |= {"images": [(picture, 0)], "hdr": "ACESCG", "hdr_transfer": "pq"}
     folder, output = tmp_path / "parts", tmp_path / "a.mp4"

@@ -78,59 +78,55 @@ def places_of(request, config, before, count):
     return places | {"audio": audio}
 
 
+NEUTRAL = {
+    f"{m}_{name}": scale
+    for m in ("video", "audio")
+    for name, scale in {"cfg": 1, "stg": 0, "modality": 1, "rescale": 0}.items()
+}
+
+
+def heard(voice, at, strength):
+    return {"audio_conditioning": f"{voice}:{strength}", "audio_conditioning_at": at}
+
+
 @pytest.mark.parametrize(
-    "generation, at, strength",
+    "generation, at, strength, guided",
     [
-        ("2.3", "before", 1.0),
-        pytest.param("2.3", "start", 0.75, marks=pytest.mark.long),
-        pytest.param("2.0", "before", 0.75, marks=pytest.mark.long),
+        ("2.3", "before", 1.0, True),
+        ("2.3", "voice", 1.0, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (
+                ("2.3", "start", 0.75, True),
+                ("2.0", "before", 0.75, True),
+                ("2.3", "voice", 1.0, False),
+                ("2.0", "voice", 1.0, True),
+            )
+        ),
     ],
 )
-def test_every_step_is_the_formula_over_diffusers(sessions, voice, generation, at, strength):
-    """On both backends, guided."""
+def test_every_step_is_the_formula_over_diffusers(
+    sessions, voice, generation, at, strength, guided
+):
+    """On both backends. Of the branch that a voice guides away from diffusers is not given its
+    tokens at all."""
     both, folder = sessions(generation)
-    given = {"audio_conditioning": f"{voice}:{strength}", "audio_conditioning_at": at}
+    given = {"voice": voice, "voice_guidance": 2.5} if at == "voice" else heard(voice, at, strength)
+    given |= {} if guided else NEUTRAL
     runs = {name: run(session, **given) for name, session in both.items()}
     plan, state = runs["cuda"]
     tokens = encoded(folder, voice)
-    count = len(tokens)
     for _, each in runs.values():
         assert relative_l2(pack_audio(each.record["reference.audio"])[0], tokens) <= 1e-5
     clean = {m: np.zeros(state.record[f"stage1.{m}.noise"].shape[1:]) for m in ("video", "audio")}
-    assert len(clean["audio"]) == TARGETS + count
+    assert len(clean["audio"]) == TARGETS + len(tokens)
     clean["audio"][TARGETS:] = tokens
     masks = {m: np.ones(len(x)) for m, x in clean.items()}
     masks["audio"][TARGETS:] = 1 - strength
-    places = places_of(plan.request, both["cuda"].config, at == "before", count)
+    places = places_of(plan.request, both["cuda"].config, at != "start", len(tokens))
     given = stored_module(folder), places, shifted_sigmas(2), masks, clean
-    assert_stage(runs, "stage1", *given, guided=plan.request)
-
-
-@pytest.mark.parametrize(
-    "generation, guided",
-    [
-        ("2.3", True),
-        *(pytest.param(*case, marks=pytest.mark.long) for case in (("2.3", False), ("2.0", True))),
-    ],
-)
-def test_voice_guidance_is_the_formula_over_diffusers(sessions, voice, generation, guided):
-    """On both backends, every step. Of the branch that it guides away from diffusers is not given
-    the voice's tokens at all; pictures are those of a run without guidance by the voice."""
-    both, folder = sessions(generation)
-    neutral = {"cfg": 1, "stg": 0, "modality": 1, "rescale": 0}
-    names = {f"{m}_{name}": x for m in ("video", "audio") for name, x in neutral.items()}
-    given = {"voice": voice, "voice_guidance": 2.5} | ({} if guided else names)
-    runs = {name: run(session, **given) for name, session in both.items()}
-    plan, state = runs["cuda"]
-    count = state.record["reference.audio"].shape[2]
-    clean = {m: np.zeros(state.record[f"stage1.{m}.noise"].shape[1:]) for m in ("video", "audio")}
-    clean["audio"][TARGETS:] = pack_audio(state.record["reference.audio"])[0]
-    masks = {m: np.ones(len(x)) for m, x in clean.items()}
-    masks["audio"][TARGETS:] = 0
-    places = places_of(plan.request, both["cuda"].config, True, count)
-    start = {m: state.record[f"stage1.{m}.start"][0] for m in clean}
-    given = stored_module(folder), places, shifted_sigmas(2), masks, clean
-    assert_stage(runs, "stage1", *given, x=start, guided=plan.request, voice=(2.5, TARGETS))
+    how = {"voice": (2.5, TARGETS)} if at == "voice" else {}
+    assert_stage(runs, "stage1", *given, guided=plan.request, **how)
 
 
 def test_a_voice_that_does_not_guide_is_sound_before_the_clip(sessions, voice):
