@@ -1,7 +1,7 @@
-"""Requests with sounds and videos, planned in a process of its own: planning decodes their files.
+"""Requests with sounds and videos, planned in a process that decodes their files.
 
-The process lives as long as the server and plans one request after another. One that takes too
-long, or ends it, is refused; the next request gets a new process.
+It lives as long as the server and plans one request after another. A request that takes too long,
+or ends it, is refused; the next one gets a new process.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The routes: OpenAI's `/v1/videos` and what it lacks, as one ASGI application.
-
-Decides who may ask what, and how each question is answered.
-"""
+"""The routes: OpenAI's `/v1/videos` and what it lacks, as one ASGI application."""
 
 from __future__ import annotations
 
@@ -84,7 +81,6 @@ class App(Orders, Videos, Files):
             ("GET", "/metrics", self.measure),
             ("GET", "/openapi.json", self.openapi),
             ("POST", "/login", self.login),
-            ("GET", "/", self.page),
             ("GET", "/{name:path}", self.page),
         ]
 
@@ -219,9 +215,7 @@ class App(Orders, Videos, Files):
 
     async def page(self, request: Request) -> Response:
         """A file of the page, by its exact name; never a path that is put together."""
-        name = request.path_params.get("name", "index.html")
-        name = "docs.html" if name == "docs" else name
-        if (path := PAGE.get(name)) is None:
+        if (path := PAGE.get(request.path_params["name"])) is None:
             raise nothing_here()
         kind = PAGE_TYPES[path.suffix]
         return FileResponse(path, media_type=kind, headers={"cache-control": "no-cache"})

@@ -26,7 +26,7 @@ from ltx2rt.serve.jobs import COMPLETED
 from ltx2rt.serve.upload import IMAGE
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.suggest import same
-from ltx2rt.text_files import read_bytes, read_text
+from ltx2rt.text_files import mismatch, parse, read_bytes, read_text
 from ltx2rt.weights.digests import digest
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
@@ -81,10 +81,8 @@ def read_lines(path: Path) -> list[Line]:
             wrong.append(f"line {number}: {len(one)} characters, expected at most {LINE_LIMIT}")
             continue
         try:
-            given = json.loads(one)
-            if not isinstance(given, dict):
-                raise ValueError("no object")
-        except (ValueError, RecursionError) as error:
+            given = parse(one, dict)
+        except ValueError as error:
             wrong.append(f"line {number}: no JSON object ({str(error)[:80]})")
             continue
         id = given.pop("id", None)
@@ -230,9 +228,8 @@ class Results:
     @staticmethod
     def names(id: str, seed: int, count: int) -> list[str]:
         """Names of a job's clips, as `generate` names them."""
-        if count <= 1:
-            return [f"{id}.mp4"]
-        return [f"{id}-{seed + number}.mp4" for number in range(count)]
+        several = [f"{id}-{seed + number}.mp4" for number in range(count)]
+        return several if count > 1 else [f"{id}.mp4"]
 
     def keep(self, id: str, status: str, digest: str, files: Sequence[str], **facts: Any) -> None:
         """Enter what became of a job, whose clips have their names."""
@@ -260,9 +257,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
             told = json.loads(line)
         except (ValueError, RecursionError):  # cut off when its writer died
             continue
-        match told:
-            case {"id": str(), "digest": str(), "files": [*names]} if {*map(type, names)} <= {str}:
-                yield told
-            case _:
-                what_to_do = "move the line or the file away"
-                raise InputError(f"{path}, line {number}: no result of a batch; {what_to_do}")
+        if mismatch(told, {"id": str, "digest": str, "files": [str]}):
+            what_to_do = "move the line or the file away"
+            raise InputError(f"{path}, line {number}: no result of a batch; {what_to_do}")
+        yield told

@@ -131,6 +131,5 @@ def require_video(job: Job, number: str = "0") -> None:
     if job.status != COMPLETED:
         text = f"the video is {job.status}; ask again when it is completed"
         raise Refusal(409, "not_ready", text)
-    n = job.job.get("n", 1)
-    if number not in map(str, range(n)):
+    if number not in map(str, range(n := job.job.get("n", 1))):
         raise misfit("video", number, f"0 to {n - 1}")

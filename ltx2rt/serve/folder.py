@@ -1,9 +1,8 @@
 """The files of a server: what it was sent (`in`), what it made (`out`), the queue.
 
-A clip counts as made when its MP4 has its name, `JOB.EPOCH.mp4`: it gets that last, when it and all
-that belongs to it are on the disk. The epoch in the name keeps a run that was given up from
-replacing another's file. Only files with names that a server gives are ever removed, and a finished
-clip only if the queue knows its job.
+A clip gets its name, `JOB.EPOCH.mp4`, when it and all that belongs to it are on the disk. The epoch
+keeps a run that was given up from replacing another's file. Only files with names that a server
+gives are ever removed, and a finished clip only if the queue knows its job.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Bodies: JSON or multipart, read within limits of size and time, to the fields that admission
-takes.
+"""Bodies: JSON or multipart, read within limits of size and time, to the fields of admission.
 
 The official client sends multipart with every value as text; `loras[][name]` and JSON in a field
 say the same.

@@ -1,7 +1,7 @@
 """In front of the routes: who may ask, how much at once, and for how long.
 
-A request that is refused here reaches no route. One that lasts (a stream, a long poll, a body that
-comes slowly) ends within `WATCH_S` after the token that it came with is revoked.
+A request that lasts (a stream, a long poll, a slow body) ends within `WATCH_S` after the token that
+it came with is revoked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]{1,3}){3}|\[::1\])(:[0-9]{1,5})?
 COOKIE = "ltx2rt_token"
 PROBES = ("/healthz", "/readyz", "/metrics")  # answered above every limit
 PAGE = {path.name: path for path in Path(__file__).with_name("page").iterdir()}
-OPEN = ("/healthz", "/readyz", "/login", "/", "/docs", *map("/{}".format, PAGE))  # to everybody
+PAGE |= {"": PAGE["index.html"], "docs": PAGE["docs.html"]}
+OPEN = ("/healthz", "/readyz", "/login", *map("/{}".format, PAGE))  # to everybody
 OPERATORS = ("/metrics", "/v1/queue/pause", "/v1/queue/resume")  # need an operator's token
 HEADERS = {
     "content-security-policy": "default-src 'self'; img-src 'self' blob:; media-src 'self' blob:; "

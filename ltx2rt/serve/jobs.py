@@ -168,9 +168,8 @@ class JobFile:
                 )
             empty = not self._one("SELECT COUNT(*) FROM sqlite_master")
             if (application, version) != ((0, 0) if empty else (APPLICATION, VERSION)):
-                raise InputError(
-                    f"--data: {path} is another program's database; name another folder"
-                )
+                reason = "is another program's database; name another folder"
+                raise InputError(f"--data: {path} {reason}")
             if (state := self._one("PRAGMA quick_check(1)")) != "ok":
                 raise sqlite3.DatabaseError(str(state).splitlines()[-1])
             self._db.execute("PRAGMA journal_mode=WAL")
@@ -183,13 +182,11 @@ class JobFile:
                 self._db.execute(f"PRAGMA user_version={VERSION}")
             self._before_s = self._one("SELECT seconds FROM uptime")
         except sqlite3.Error as error:
-            if "locked" in str(error):
-                reason = "another program holds it; end that one"
-                raise InputError(f"--data: {path} is locked: {reason}") from error
-            raise InputError(
-                f"--data: {path} cannot be opened as a queue ({error}); put a good copy of it "
-                "there, or name another folder; finished clips are files beside it"
-            ) from error
+            reason = "is locked: another program holds it; end that one"
+            if "locked" not in str(error):
+                advice = "put a good copy of it there, or name another folder"
+                reason = f"cannot be opened as a queue ({error}); {advice}; finished clips are files beside it"
+            raise InputError(f"--data: {path} {reason}") from error
 
     def _upgrade(self) -> None:
         """Bring a file of an earlier ltx2rt up to date, and fail jobs whose rows are damaged."""

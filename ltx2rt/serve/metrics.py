@@ -48,9 +48,8 @@ class Metrics:
         size = f"{job.job.get('size', '0x0')}x{job.job['clip'].get('num_frames', 0)}"
         size = size if size in self.sizes else "other"
         if status == "completed":
-            self.took.labels(job.job["pipeline"], size).observe(
-                max(0.0, now - (job.started or now))
-            )
+            took = self.took.labels(job.job["pipeline"], size)
+            took.observe(max(0.0, now - (job.started or now)))
         for stage in report.get("stages", ()):
             self.stage.labels(stage["name"].split(" ")[0]).observe(stage["time_s"])
         self.compiled.labels(size).inc(report.get("programs_built", 0))

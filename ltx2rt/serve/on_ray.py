@@ -3,11 +3,10 @@
     server -- stdin, stdout -- this process, a Ray driver -- an actor -- stdin, stdout -- `ltx2rt
     worker`
 
-Ray decides where: on a node with the devices that it asks for. Whatever ends, the worker, its
-actor, its node or this process, ends them all, and is to the supervisor a worker that ended: it
-starts another, and Ray finds a place. Nothing of a job is known to Ray, so that none is lost with
-it or run twice. Files go by the folder `--data`, which all nodes must see under its name. The
-cluster is that of RAY_ADDRESS, or the one that runs here.
+Ray finds a node with the devices. If the worker, its actor, its node or this process ends, all end,
+and the supervisor starts another. Ray knows nothing of a job, so that none is lost with it or run
+twice. Files go by the folder `--data`, which all nodes must see under its name. The cluster is that
+of RAY_ADDRESS, or the one that runs here.
 """
 
 from __future__ import annotations

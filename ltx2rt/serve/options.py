@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from ltx2rt.serve.users import Users
 from ltx2rt.session.options import MEMORY
 
 flag, job_flag = flags_of("server"), flags_of("jobs")
+front_flag = partial(flag, common="server")
 
 PLACES = ("here", "ray")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -35,28 +37,18 @@ def parse_bytes(text: str | float) -> int:
 class ServeOptions:
     """The flags of `serve` itself."""
 
-    data: Path = flag(
-        Path("ltx2rt-serve"),
-        "folder of queue and clips (default: ltx2rt-serve)",
-        metavar="DIR",
-        common="server",
+    data: Path = front_flag(
+        Path("ltx2rt-serve"), "folder of queue and clips (default: ltx2rt-serve)", metavar="DIR"
     )
     queue: Path | None = flag(
         None, "file of the queue, on a disk of this machine (default: jobs.db in --data)"
     )
-    host: str = flag(
-        "127.0.0.1",
-        "address to listen on; a public one needs --token-file",
-        metavar="ADDRESS",
-        common="server",
+    host: str = front_flag(
+        "127.0.0.1", "address to listen on; a public one needs --token-file", metavar="ADDRESS"
     )
-    port: int = flag(
-        8000, "port to listen on, 0 for any free one", least=0, most=65535, common="server"
-    )
-    token_file: Path | None = flag(
-        None,
-        "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user",
-        common="server",
+    port: int = front_flag(8000, "port to listen on, 0 for any free one", least=0, most=65535)
+    token_file: Path | None = front_flag(
+        None, "file with a line `NAME TOKEN` or `NAME TOKEN operator` for each user"
     )
     webhooks: Path | None = flag(
         None,
@@ -66,13 +58,12 @@ class ServeOptions:
     pipeline: str = job_flag(
         FIRST, "pipeline for requests that name none", metavar="NAME", common="server"
     )
-    served_name: tuple[str, ...] = flag(
+    served_name: tuple[str, ...] = front_flag(
         (),
         "names for clients, the first answers (default: its file)",
         str,
         metavar="NAME",
         repeat=True,
-        common="server",
     )
     replicas: int = flag(1, "number of workers, each with its own devices", group=MEMORY, least=1)
     workers: str = flag(
@@ -100,21 +91,19 @@ class ServeOptions:
         parse_bytes,
         metavar="SIZE[KB|MB|GB]",
     )
-    keep: float | None = flag(
+    keep: float | None = front_flag(
         None,
         "time after which clips are deleted, in seconds (default: 7d with --token-file, else when "
         "--disk is full)",
         parse_seconds,
         metavar="TIME[s|m|h|d]",
         least=0,
-        common="server",
     )
-    disk: int = flag(
+    disk: int = front_flag(
         50 * 10**9,
         "size of all clips above which the oldest are deleted, in bytes (default: 50GB)",
         parse_bytes,
         metavar="SIZE[KB|MB|GB]",
-        common="server",
     )
     step_timeout: float = job_flag(
         120.0, "seconds without a step that end a worker", parse_seconds, above=0

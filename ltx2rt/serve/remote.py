@@ -1,8 +1,7 @@
 """Jobs of a file, made by a server, one somewhere or the batch's own.
 
-Decides nothing that the server knows: it checks every line before the first is sent, its queue
-holds them, and a key for each makes one that is sent again the same job, so that a client which was
-killed finds what it had ordered.
+Every line is checked before the first is sent. A key for each makes one that is sent again the same
+job, so that a client which was killed finds what it had ordered.
 """
 
 from __future__ import annotations
@@ -238,11 +237,11 @@ def _keep(
     urls = x["urls"].get("videos", [])
     names = results.names(order.line.id, x["seed"], len(urls))
     try:
-        for name, url in zip(names, urls, strict=bool(urls)):
-            server.fetch(url, results.output / name)
         frames = x["urls"].get("frames", [])  # only clips in high dynamic range have them
-        for name, url in zip(names, frames, strict=bool(frames)):
-            server.fetch(url, results.output / frames_of(name))
+        files = [*zip(names, urls, strict=bool(urls))]
+        files += zip(map(frames_of, names), frames, strict=bool(frames))
+        for name, url in files:
+            server.fetch(url, results.output / name)
         if status == COMPLETED and not urls:
             raise InputError("its file was deleted on the server")
     except InputError as gone:

@@ -141,9 +141,8 @@ def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
 def check_address(host: str, has_tokens: bool) -> None:
     """Raises InputError."""
     if not has_tokens and not is_local(f"[{host}]" if ":" in host else host):
-        raise InputError(
-            f"--host: {host} can be reached by others; give --token-file, or leave --host out"
-        )
+        advice = "give --token-file, or leave --host out"
+        raise InputError(f"--host: {host} can be reached by others; {advice}")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -154,9 +153,8 @@ def bind(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except (OSError, OverflowError) as error:
-        raise InputError(
-            f"--port: {host}:{port} cannot be listened on ({error}); choose another"
-        ) from None
+        reason = f"cannot be listened on ({error}); choose another"
+        raise InputError(f"--port: {host}:{port} {reason}") from None
 
 
 async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
@@ -209,24 +207,23 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         house.append(asyncio.create_task(Webhooks(how.hooks, store, board, metrics).run()))
     stopping = asyncio.create_task(stopped.wait())
     shown = f"[{how.flags.host}]" if ":" in how.flags.host else how.flags.host
-    how.announce(url := f"http://{shown}:{sock.getsockname()[1]}/")
-    board.log("serving", pid=os.getpid(), port=sock.getsockname()[1])
-    ends: list[asyncio.Future[Any]] = [answering, replicas, stopping]
+    port = sock.getsockname()[1]
+    how.announce(url := f"http://{shown}:{port}/")
+    board.log("serving", pid=os.getpid(), port=port)
     working = in_thread(how.work, url) if how.work else None
     try:
-        some = [*ends, working] if working else ends
-        await asyncio.wait(some, return_when=asyncio.FIRST_COMPLETED)
+        ends: list[Any] = [*filter(None, (answering, replicas, stopping, working))]
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if stopped.is_set():
             board.log("draining", at_most_s=how.flags.drain)
             await supervisor.stop(how.flags.drain)
             board.log("stopped")
     finally:
         app.closing, server.should_exit = True, True
-        tasks: list[asyncio.Task[Any]] = [*house, stopping]
-        for task in tasks:
+        for task in (*house, stopping):
             task.cancel()
         await supervisor.stop(0)
-        await asyncio.gather(answering, *tasks, return_exceptions=True)
+        await asyncio.gather(answering, *house, stopping, return_exceptions=True)
         await app.close()
         store.close()
     if replicas.done() and not replicas.cancelled() and (error := replicas.exception()) is not None:

@@ -1,7 +1,7 @@
 """One process for each replica: started, fed from the queue, watched, and started again.
 
-A replica that dies or hangs under a job counts against the job; a server that stops does not, and
-neither does a folder that cannot be written: no job is started until it can.
+A job fails after several replicas died or hung under it; a server that stops does not count, and
+while the folder cannot be written no job is started.
 """
 
 from __future__ import annotations

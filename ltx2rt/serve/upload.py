@@ -1,7 +1,5 @@
 """Files that clients send: looked at by their first bytes, then decoded once in a process that may
-use little memory.
-
-Decides which are kept. Their bytes stay as they are, so that a clip is that of the command line.
+use little memory. Their bytes are kept as they are, so that a clip is that of the command line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The users of a server: who holds which token, and which of them operates it.
 
-The file is read again whenever it changes, so that a token is given or revoked while the server
-runs. A file that cannot be read, or is wrong, changes nothing.
+The file is read again whenever it changes; one that cannot be read, or is wrong, changes nothing.
 """
 
 from __future__ import annotations
@@ -35,12 +34,10 @@ def read_tokens(path: Path) -> dict[str, User]:
     """Users by token, of a file with a line `NAME TOKEN [operator]` for each. Raises InputError."""
     tokens: dict[str, User] = {}
     for where, words in flag_rows("--token-file", path):
-        new = 2 <= len(words) <= 3 and len(words[1]) >= MIN_TOKEN and words[1] not in tokens
+        new = len(words) > 1 and len(words[1]) >= MIN_TOKEN and words[1] not in tokens
         if not new or words[2:] not in ([], [OPERATOR]):
-            raise InputError(
-                f"{where} is no `NAME TOKEN` or `NAME TOKEN {OPERATOR}` with a new token of at "
-                f"least {MIN_TOKEN} characters"
-            )
+            token = f"a new token of at least {MIN_TOKEN} characters"
+            raise InputError(f"{where} is no `NAME TOKEN` or `NAME TOKEN {OPERATOR}` with {token}")
         tokens[words[1]] = User(words[0], words[2:] == [OPERATOR])
     if not tokens:
         raise InputError(f"--token-file: {path} names no user; write a line `NAME TOKEN` for each")

@@ -1,8 +1,8 @@
-"""A job as OpenAI's `Video`.
+"""A job as OpenAI's `Video`: what a client sees of it.
 
-Decides what a client sees of it. Four statuses are known to OpenAI's client, so a cancelled job is
-`failed` with the code `cancelled`; what OpenAI has no field for is in `x`. Addresses are relative
-to the server's root, so that they hold behind a proxy that puts it under a path.
+OpenAI's client knows four statuses, so a cancelled job is `failed` with the code `cancelled`. What
+OpenAI has no field for is in `x`; its addresses are relative to the server's root, so that they
+hold behind a proxy that puts it under a path.
 """
 
 from __future__ import annotations
@@ -17,14 +17,9 @@ from ltx2rt.serve.jobs import CANCELLED, COMPLETED, FAILED, RUNNING, Job
 
 
 def as_video(
-    job: Job,
-    model: str,
-    keep_s: float,
-    live: Progress | None,
-    preview: int | None,
-    position: int | None,
-    eta_s: float | None,
-) -> dict[str, Any]:
+    job: Job, model: str, keep_s: float, live: Progress | None, preview: int | None,
+    position: int | None, eta_s: float | None,
+) -> dict[str, Any]:  # fmt: skip
     """live: of one that runs; preview: the number of its latest picture; position, eta_s: of one
     that waits, jobs before it and seconds until it is over."""
     clip, result = job.job["clip"], job.result or {}
@@ -95,14 +90,9 @@ def _file_id(name: str, *strength: float) -> dict[str, Any]:
 def settings(job: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a request that gets the same video."""
     images = [_file_id(file, *rest) | {"frame": frame} for file, frame, *rest in job["images"]]
-    loras = [
-        {"name": Path(file).stem, "strength": strength, "stage": stage}
-        for file, strength, stage in job["loras"]
-    ]
-    files = {
-        field: [_file_id(*one) for one in kept] for field, kept in job.get("files", {}).items()
-    }
+    named = [(Path(file).stem, *rest) for file, *rest in job["loras"]]
+    loras = [dict(zip(("name", "strength", "stage"), lora, strict=True)) for lora in named]
+    files = {field: [_file_id(*x) for x in kept] for field, kept in job.get("files", {}).items()}
     own = dict(pipeline=job["pipeline"], n=job.get("n", 1), images=images, loras=loras)
-    if job.get("frames"):
-        own["hdr_frames"] = True
-    return {**own, **job["clip"], **files}
+    frames = {"hdr_frames": True} if job.get("frames") else {}
+    return {**own, **frames, **job["clip"], **files}

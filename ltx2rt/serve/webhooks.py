@@ -67,10 +67,8 @@ def read_hooks(path: Path) -> dict[str, Hook]:
         _check_url(where, url)
         hooks[name] = Hook(url, _secret(where, secret))
     if not hooks:
-        raise InputError(
-            f"--webhooks: {path} names no address; write a line `NAME URL SECRET`, "
-            f"with {EVERYBODY} as NAME for all users without one"
-        )
+        line = f"`NAME URL SECRET`, with {EVERYBODY} as NAME for all users without one"
+        raise InputError(f"--webhooks: {path} names no address; write a line {line}")
     return hooks
 
 
@@ -97,9 +95,8 @@ def _secret(where: str, text: str) -> bytes:
     with suppress(ValueError):
         secret = base64.b64decode(text.removeprefix(SECRET), validate=True)
     if not text.startswith(SECRET) or not least <= len(secret) <= most:
-        raise InputError(
-            f"{where}: its secret is not {SECRET} and the base64 of {least} to {most} random bytes"
-        )
+        expected = f"{SECRET} and the base64 of {least} to {most} random bytes"
+        raise InputError(f"{where}: its secret is not {expected}")
     return secret
 
 

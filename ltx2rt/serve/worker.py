@@ -1,14 +1,14 @@
 """A replica: one session that runs the jobs it is sent, one at a time.
 
 One JSON object a line. It reads `{"do": "run", "id", "epoch", "stem", "pipeline", "clip", "n",
-"images", "files", "loras"}` and `{"do": "cancel"}` and `{"do": "watch"}` with the `id`, and ends at
+"images", "files", "loras"}`, `{"do": "cancel"}` and `{"do": "watch"}` with the `id`, and ends at
 once when there is no more to read. It writes `{"event": "ready", "device", "mesh"}` when it is
-warm; of each job `progress` after every step, of one that is watched `preview` after every fourth,
-then `done` with its result, `cancelled`, or `failed` with code and message. After a failure that
-may have left the device in disorder it ends, as `"ends"` says, to be started anew.
+warm; of each job `progress` after every step, of a watched one `preview` after every fourth, then
+`done` with its result, `cancelled`, or `failed` with code and message. With `"ends"` it ends after
+the failure, which may have left the device in disorder.
 
-The first of several ranks talks to the server; it hands each job out, and all run it. A failure on
-one of them ends them all, for the others may wait for it in a collective; who fails says so.
+The first of several ranks talks to the server and hands each job out. A failure on one of them ends
+them all, for the others may wait for it in a collective; who fails says so.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import sys
 import time
 from base64 import b64encode
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from itertools import count, islice
+from itertools import chain, count, islice
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread
@@ -86,14 +86,9 @@ class Pipe:
 
 
 def work(
-    session: Session,
-    warm: Sequence[Shape],
-    pipe: Pipe,
-    crew: Crew | None = None,
-    previews: bool = False,
-    enhancer: Path | None = None,
-    marks: Marks = MARKED,
-) -> int:
+    session: Session, warm: Sequence[Shape], pipe: Pipe, crew: Crew | None = None,
+    previews: bool = False, enhancer: Path | None = None, marks: Marks = MARKED,
+) -> int:  # fmt: skip
     """Run jobs for ever; the exit status after a failure that only a new process mends. crew: of
     several ranks; enhancer: a Gemma that writes prompts out; marks: of all clips."""
     first = crew is None or crew.rank == 0
@@ -227,14 +222,12 @@ def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
     first: list[np.ndarray] = []
     hdr = high_range(made.session, made.request)
 
-    def noted(frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        for chunk in frames:
-            if not first:
-                first.append(first_frame(chunk, hdr))
-            yield chunk
-
     def write(number: int, path: Path) -> None:
-        frames = noted(next(made.state.frames))
+        frames = next(made.state.frames)
+        if not first:
+            begin = next(frames)
+            first.append(first_frame(begin, hdr))
+            frames = chain([begin], frames)
         if job.get("frames") and hdr:
             waveform = made.waveform(number)
             frames = zipped(frames, path.with_suffix(FRAMES), hdr, waveform, made.sample_rate)
