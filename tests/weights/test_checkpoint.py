@@ -215,15 +215,6 @@ def test_both_layouts_in_one_folder_are_ambiguous(official, diffusers):
     assert open_checkpoint(diffusers / "model_index.json").layout == "diffusers"
 
 
-def test_all_parts_that_are_ambiguous_are_said_at_once(official):
-    for part in (MAIN, UP):
-        (official / f"second-{part}").symlink_to(official / part)
-    (official / "gemma-4").symlink_to(official / "gemma-3")
-    says = r"2 cand.* checkpoint: .*--model\. 2 cand.* text encoder: .*--text-encoder\. 2 cand.*: .*--upsampler$"
-    with refused(says):
-        open_checkpoint(official)
-
-
 @pytest.mark.parametrize(("name", "other"), [("tiny-2.3", "tiny-2.0"), ("tiny-2.0", "tiny-2.3")])
 def test_connectors_of_another_generation_are_refused(tiny, tmp_path, name, other):
     folder = linked(tiny(name, "diffusers"), tmp_path / "mixed")

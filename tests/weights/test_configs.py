@@ -209,13 +209,6 @@ def test_a_layer_count_without_a_stage_is_refused():
             video_vae.diffusers(Keys(vae | {"layers_per_block": layers}, "v"))
 
 
-def test_two_of_the_four_caption_keys_are_no_known_extractor():
-    data = official("tiny-2.3")["transformer"]
-    del data["caption_proj_input_norm"]
-    with refused("no known feature extractor"):
-        transformer.official(Keys(data, "t"))
-
-
 def test_the_first_of_two_generators_clamps_whatever_diffusers_says():
     data = audio.diffusers_vocoder_json(preset("tiny-2.3").config.vocoder)
     assert data["final_act_fn"] is None

@@ -28,48 +28,32 @@ def test_a_complete_folder_has_nothing_missing(tiny, layout):
 
 
 def test_parts_are_told_apart(tiny):
-    folder = tiny("tiny-2.0", "official")
-    kinds = {path.name: inspect_path(path)["kind"] for path in folder.iterdir()}
-    assert kinds == {
-        "gemma-3": "Gemma folder",
-        "tiny-2.0.safetensors": "checkpoint",
-        "tiny-2.0-spatial-upsampler-x2.safetensors": "x2 spatial upsampler",
-        "tiny-2.0-distilled-lora.safetensors": "LoRA",
-    }
-    assert (
-        inspect_path(tiny("tiny-2.0", "diffusers") / "latent_upsampler")["kind"]
-        == "x2 spatial upsampler"
-    )
-    newest = tiny("tiny-2.5", "official")
-    parts = {path.name: inspect_path(path) for path in newest.iterdir()}
+    folder, newest = (tiny(preset, "official") for preset in ("tiny-2.0", "tiny-2.5"))
+    older, parts = ({p.stem: inspect_path(p) for p in each.iterdir()} for each in (folder, newest))
+    assert {name: found["kind"] for name, found in older.items()} == {
+        "gemma-3": "Gemma folder", "tiny-2.0": "checkpoint", "tiny-2.0-distilled-lora": "LoRA",
+        "tiny-2.0-spatial-upsampler-x2": "x2 spatial upsampler",
+    }  # fmt: skip
     assert {name.removeprefix("tiny-2.5-"): found["kind"] for name, found in parts.items()} == {
-        "transformer.safetensors": "checkpoint",
-        "text-encoder.safetensors": "text encoder",
-        "video-vae.safetensors": "diffusion video decoder",
-        "video-vae-conv.safetensors": "video VAE",
-        "audio-vae.safetensors": "audio VAE",
-        "spatial-upsampler-x2.safetensors": "x2 spatial upsampler",
-        "temporal-upsampler-x2.safetensors": "x2 temporal upsampler",
-        "duration-head.safetensors": "duration head",
-        "distilled-lora.safetensors": "LoRA",
-    }
-    counts = {
-        name: part["tensors"]
-        for name, part in parts["tiny-2.5-text-encoder.safetensors"]["components"].items()
-    }
+        "transformer": "checkpoint", "text-encoder": "text encoder", "duration-head": "duration head",
+        "video-vae": "diffusion video decoder", "video-vae-conv": "video VAE", "audio-vae": "audio VAE",
+        "spatial-upsampler-x2": "x2 spatial upsampler", "temporal-upsampler-x2": "x2 temporal upsampler",
+        "distilled-lora": "LoRA",
+    }  # fmt: skip
+    text = parts["tiny-2.5-text-encoder"]["components"]
+    counts = {name: part["tensors"] for name, part in text.items()}
     assert counts == {"gemma": 95, "text": 4, "assets": 5}
     assert inspect_path(newest)["family"] == "LTX-2.5" and inspect_path(newest)["missing"] == []
-    lora = inspect_path(folder / "tiny-2.0-distilled-lora.safetensors")
-    assert "110 modules of the transformer, rank 8, alpha 8\n  1 not used" in format_inspection(
-        lora
-    )
+    lora, said = older["tiny-2.0-distilled-lora"], "110 modules of the transformer, rank 8, alpha 8"
+    assert f"{said}\n  1 not used" in format_inspection(lora)
     facts = {name: lora[name] for name in ("kind", "modules", "rank", "alpha", "parts", "unused")}
     assert facts == {
         "kind": "LoRA", "modules": 110, "rank": 8, "alpha": 8, "parts": ["transformer"],
         "unused": ["text_embedding_projection.aggregate_embed"],
     }  # fmt: skip
-    vae = inspect_path(tiny("tiny-2.0", "diffusers") / "vae")
-    assert vae["kind"] == "diffusers component (video_vae)"
+    folders = {"vae": "diffusers component (video_vae)", "latent_upsampler": "x2 spatial upsampler"}
+    for name, kind in folders.items():
+        assert inspect_path(tiny("tiny-2.0", "diffusers") / name)["kind"] == kind
     assert inspect_path(folder / "gemma-3" / "model.safetensors")["kind"] == "text encoder"
 
 

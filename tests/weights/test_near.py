@@ -314,11 +314,10 @@ def test_a_file_that_lacks_a_tensor_is_refused(single, tmp_path, gone):
 # ---- transformers of their own -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bare", [False, True])
-def test_a_transformer_alone_may_lack_prefix_and_config(tiny, tmp_path, bare):
+def test_a_transformer_alone_may_lack_prefix_and_config(tiny, tmp_path):
     """As files of others are: the release is the one with these names and shapes."""
     plain = take_apart(tiny("tiny-2.3", "official"), tmp_path)[1]
-    path, prefix = plain / "transformer.safetensors", "model.diffusion_model." if bare else ""
+    path, prefix = plain / "transformer.safetensors", "model.diffusion_model."
     arrays = {name.removeprefix(prefix): array for name, array in arrays_of(path).items()}
     write_arrays(path, arrays)
     found, expected = open_checkpoint(plain), open_checkpoint(tiny("tiny-2.3", "official"))

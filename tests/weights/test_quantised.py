@@ -26,6 +26,7 @@ from ltx2rt.weights.names import gemma_to_canonical
 from ltx2rt.weights.presets import preset
 from ltx2rt.weights.quantised import dequantised
 from tests.conftest import assert_ran, refused
+from tests.gguf_files import arrays_of, linked
 from tests.stack_cases import as_bytes, blocks_graph
 
 E4M3, E5M2, BF16 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.bfloat16
@@ -61,6 +62,18 @@ FLOAT8 = {  # by kind: dtype, shape of the scale for [rows, columns], its name
     "e5m2 cast": (E5M2, None, ""),
     "e5m2": (E5M2, lambda rows, columns: (), "weight_scale"),
 }
+
+
+@pytest.fixture
+def written(tmp_path):
+    """The quantised source of a file with these arrays."""
+
+    def make(arrays, prefix="x.", metadata=None):
+        path = tmp_path / "m.safetensors"
+        write_arrays(path, {prefix + name: array for name, array in arrays.items()}, metadata)
+        return dequantised(TensorFile(path))
+
+    return make
 
 
 def stored(kind: str, rows: int, columns: int) -> dict[str, np.ndarray]:
@@ -174,14 +187,12 @@ KINDS = (*FLOAT8, *INT8, *LARGE, "convrot_w4a4", "asym_w4a8_int8", "awq_w4a16")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
+def test_a_matrix_is_what_its_format_says_in_slices_too(written, kind):
     """All products but the last are exact: nothing may differ."""
     rows, columns = (131, 160) if kind in LARGE else (7, 256)
     arrays = stored(kind, rows, columns)
-    tensors = {f"x.{name}": a for name, a in arrays.items()} | {"y": np.ones(2, BF16)}
-    write_arrays(tmp_path / "m.safetensors", tensors)
-    source = dequantised(TensorFile(tmp_path / "m.safetensors"))
-    assert set(source.names()) == {"x.weight", "y"}
+    source = written(arrays | {"y.z": np.ones(2, BF16)})
+    assert set(source.names()) == {"x.weight", "x.y.z"}
     assert source.info("x.weight").shape == (rows, columns)
     assert source.info("x.weight").nbytes == sum(array.nbytes for array in arrays.values())
     expected = meant(kind, arrays).astype(np.float32)
@@ -192,11 +203,11 @@ def test_a_matrix_is_what_its_format_says_in_slices_too(tmp_path, kind):
         part = source.read("x.weight", (0, *rows_cut), (1, *columns_cut))
         assert_array_equal(part, expected[slice(*rows_cut), slice(*columns_cut)])
     assert_array_equal(source.read("x.weight", (0, 1, 7), (0, 2, 4)), expected[3:5])
-    assert source.read("y").dtype == BF16
+    assert source.read("x.y.z").dtype == BF16
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_a_matrix_of_bitsandbytes_is_its_table_times_its_scales(tmp_path, nested):
+def test_a_matrix_of_bitsandbytes_is_its_table_times_its_scales(written, nested):
     """Of nf4 in blocks of 64 numbers, which go on from row to row."""
     rows, columns, size = 7, 96, 64
     codes = RNG.integers(0, 16, rows * columns)
@@ -214,8 +225,7 @@ def test_a_matrix_of_bitsandbytes_is_its_table_times_its_scales(tmp_path, nested
         scales = outer[eight] * factors[np.arange(count) // 4] + np.float32(0.25)
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     arrays[".quant_state.bitsandbytes__nf4"] = text
-    write_arrays(tmp_path / "m.safetensors", {f"x.weight{n}": a for n, a in arrays.items()})
-    source = dequantised(TensorFile(tmp_path / "m.safetensors"))
+    source = written(arrays, "x.weight")
     expected = (table[codes] * scales[np.arange(codes.size) // size]).reshape(rows, columns)
     assert [*source.names()] == ["x.weight"] and source.info("x.weight").shape == (rows, columns)
     assert_array_equal(source.read("x.weight"), expected)
@@ -226,14 +236,13 @@ def test_a_matrix_of_bitsandbytes_is_its_table_times_its_scales(tmp_path, nested
     {"weight._data": np.int8, "weight._scale": BF16}, {"weight._data": E4M3, "weight._scale": np.float32},
     {"weight": np.int8, "SCB": np.float32},
 ], ids=["quanto int8", "quanto float8", "LLM.int8"])  # fmt: skip
-def test_matrices_of_quanto_and_llm_int8(tmp_path, names):
+def test_matrices_of_quanto_and_llm_int8(written, names):
     (weight, dtype), (scale, wide) = names.items()
     own = RNG.random((7, 1) if "_" in scale else 7, np.float32).astype(wide)
     arrays = {weight: RNG.integers(-100, 100, (7, 32)).astype(dtype), scale: own}
     more = {"input_scale": np.float32(1), "output_scale": np.float32(1)} if "_" in scale else {}
     more = more or {"weight_format": np.zeros((), np.uint8)}
-    write_arrays(tmp_path / "m.safetensors", {f"x.{n}": a for n, a in (arrays | more).items()})
-    source = dequantised(TensorFile(tmp_path / "m.safetensors"))
+    source = written(arrays | more)
     factor = own.astype(np.float32).reshape(7, 1) / np.float32(1 if "_" in scale else 127)
     assert [*source.names()] == ["x.weight"]
     assert_array_equal(source.read("x.weight"), arrays[weight].astype(np.float32) * factor)
@@ -244,12 +253,11 @@ ON_HOST = ("float8 by blocks", "float8 by blocks of 128", "e5m2", "e5m2 cast", "
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ON_HOST])
-def test_a_device_decodes_what_it_loads(tmp_path, kind, monkeypatch):
+def test_a_device_decodes_what_it_loads(written, kind, monkeypatch):
     """Stored numbers go to the device, of a slice that begins between groups the decoded ones: both
     are the matrix that numpy decodes, rounded once."""
     shape = (6, 256)
-    write_arrays(tmp_path / "x.safetensors", {f"m.{n}": x for n, x in stored(kind, *shape).items()})
-    source = dequantised(TensorFile(tmp_path / "x.safetensors"))
+    source = written(stored(kind, *shape), "m.")
     whole = source.read("m.weight")
     backend = get_backend("cuda", device="cpu")
     encoded, layout = EncodedSource(source, lambda *_: ()), Layout((("m.weight", shape),))
@@ -302,11 +310,10 @@ def test_the_rotation_is_its_own_inverse():
         ("asym_w4a8_int8", {"weight_correction": np.ones((3, 7))}, "companion weight_correction"),
     ],
 )  # fmt: skip
-def test_what_is_not_known_of_a_matrix_is_refused(tmp_path, kind, change, says):
+def test_what_is_not_known_of_a_matrix_is_refused(written, kind, change, says):
     arrays = stored(kind, 7, 64 if kind == "mxfp8" else 48) | change
-    write_arrays(tmp_path / "m.safetensors", {f"x.{name}": array for name, array in arrays.items()})
     with refused(rf"m\.safetensors: x\b.*{says}"):
-        dequantised(TensorFile(tmp_path / "m.safetensors")).read("x.weight")
+        written(arrays).read("x.weight")
 
 
 @pytest.mark.parametrize(
@@ -316,20 +323,17 @@ def test_what_is_not_known_of_a_matrix_is_refused(tmp_path, kind, change, says):
         {"x": {"format": "int8_tensorwise", "params": TURNED}},  # without the tensors' prefix
     ],
 )
-def test_a_description_in_the_header_counts_as_one_beside_the_matrix(tmp_path, layers):
-    arrays = stored("int8 rotated", 7, 48)
+def test_a_description_in_the_header_counts_as_one_beside_the_matrix(written, layers):
+    arrays, stem = stored("int8 rotated", 7, 48), "model.diffusion_model.x."
     del arrays["comfy_quant"]
-    path, stem = tmp_path / "m.safetensors", "model.diffusion_model.x"
-    named = {f"{stem}.{name}": array for name, array in arrays.items()}
 
-    def read(metadata, more=()):
-        write_arrays(path, named | dict(more), metadata)
-        return dequantised(TensorFile(path)).read(f"{stem}.weight")
+    def read(metadata, **more):
+        return written(arrays | more, stem, metadata).read(f"{stem}weight")
 
     header = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
     assert_array_equal(read(header), meant("int8 rotated", arrays).astype(np.float32))
     with refused(r"convrot_groupsize = 16 beside 64|= 64 beside 16"):
-        read(header, {f"{stem}.comfy_quant": said(convrot=True, convrot_groupsize=64)})
+        read(header, comfy_quant=said(convrot=True, convrot_groupsize=64))
     others = {"_quantization_metadata": json.dumps({"layers": {"z": "int8_tensorwise"}})}
     for unsaid in (others, {"comment": "INT8 ConvRot"}):
         with refused(r"nothing says whether .*x.weight .int8. is rotated"):
@@ -365,22 +369,16 @@ def test_a_made_float8_file_is_of_one_block_with_its_gates_and_reads_as_weight_t
 def test_quantised_files_of_2_5_are_read_as_their_format_says(tiny, tmp_path, kind):
     """One block, one layer of each kind; nothing else changes."""
     folder, expected = tiny("tiny-2.5", "official"), {}
-    for path in folder.iterdir():
-        (tmp_path / path.name).symlink_to(path)
+    linked(folder, tmp_path)
+    chosen = re.compile(r"\b(?:blocks|layers)\.[25]\.(?:attn1|self_attn|mlp|ff)\..*weight")
     for part in ("transformer", "text-encoder"):
-        path = folder / f"tiny-2.5-{part}.safetensors"
-        file, arrays = TensorFile(path), {}
-        for name in file.names():
-            arrays[name], stem = file.read(name), name.removesuffix("weight")
-            if (
-                re.search(r"\b(blocks|layers)\.[25]\.(attn1|self_attn|mlp|ff)\..*weight$", name)
-                and arrays[name].ndim == 2
-            ):
-                packed = stored(kind, *arrays[name].shape)
-                arrays |= {f"{stem}{companion}": array for companion, array in packed.items()}
-                expected[name] = meant(kind, packed).astype(np.float32)
-        (tmp_path / path.name).unlink()
-        write_arrays(tmp_path / path.name, arrays, file.metadata)
+        path = tmp_path / f"tiny-2.5-{part}.safetensors"
+        arrays = arrays_of(path)
+        for name in [n for n, array in arrays.items() if chosen.search(n) and array.ndim == 2]:
+            packed, stem = stored(kind, *arrays[name].shape), name.removesuffix("weight")
+            arrays |= {f"{stem}{companion}": array for companion, array in packed.items()}
+            expected[name] = meant(kind, packed).astype(np.float32)
+        write_arrays(path, arrays, TensorFile(path).metadata)
     plain, found = open_checkpoint(folder), open_checkpoint(tmp_path)
     assert found.config == plain.config and len(expected) > 10
     for part in ("transformer", "text", "gemma"):
@@ -398,16 +396,16 @@ def test_made_files_of_the_other_layout_are_refused(command, tmp_path):
 
 
 @pytest.fixture
-def three_blocks(tmp_path):
+def three_blocks(written):
     """(source, arrays) of a stack whose blocks 0 and 1 are float8 in the file."""
-    kinds = ("float8", "float8", "plain")
-    arrays = {}
-    for i, kind in enumerate(kinds):
-        plain = {"weight": RNG.standard_normal((32, 32)).astype(BF16)}
-        own = stored(kind, 32, 32) if kind == "float8" else plain
+    arrays, plain = {}, {"weight": RNG.standard_normal((32, 32)).astype(BF16)}
+    for i, own in enumerate((stored("float8", 32, 32), stored("float8", 32, 32), plain)):
         arrays |= {f"{Q.replace('.1.', f'.{i}.')}{name}": array for name, array in own.items()}
-    write_arrays(tmp_path / "m.safetensors", arrays)
-    return dequantised(TensorFile(tmp_path / "m.safetensors")), arrays
+    return written(arrays, ""), arrays
+
+
+def kept_name(kind: str) -> str:
+    return f"{Q.replace('.1.', '.1+0.' if kind == 'cuda' else '.1+*.')}weight"
 
 
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
@@ -415,9 +413,7 @@ def test_float8_is_kept_where_asked_for_and_dequantised_elsewhere(kind, three_bl
     """The pass leaves the first block in bfloat16, whatever the file has there."""
     source, arrays = three_blocks
     weights = get_backend(kind, "cpu").load([quantise(blocks_graph(), "float8")], source)
-    name = f"{Q.replace('.1.', '.1+*.')}weight"
-    name = name.replace("*", "0") if kind == "cuda" else name
-    kept = arrays[f"{Q}weight"].view(np.uint8)
+    name, kept = kept_name(kind), arrays[f"{Q}weight"].view(np.uint8)
     assert np.array_equal(as_bytes(weights[name]).ravel(), kept.ravel())
     scale = np.asarray(weights[f"{name} scale"]).ravel()
     assert_array_equal(scale, np.full(32, arrays[f"{Q}weight_scale"]))
@@ -441,8 +437,7 @@ def test_a_lora_on_float8_is_added_in_float32_and_quantised_anew(kind, three_blo
     delta = merge(np.zeros((32, 32), BF16), [([(up, down)], 8.0)], True)
     assert_array_equal(exact, weight + delta.astype(np.float32))
 
-    name = f"{Q.replace('.1.', '.1+*.')}weight"
-    name = name.replace("*", "0") if kind == "cuda" else name
+    name = kept_name(kind)
     weights = backend.load([quantise(blocks_graph(), "float8")], merged)
     scale = np.asarray(weights[f"{name} scale"]).ravel()
     # A product with 1/448 for the division: one rounding more.
@@ -462,9 +457,7 @@ def test_a_float8_checkpoint_runs_as_its_dequantised_copy_does(float8, tmp_path,
     checkpoint, file = open_checkpoint(float8), TensorFile(float8 / "tiny-2.3.safetensors")
     whole = {name: source.read(name) for part in ("transformer", "text", "video_vae", "audio_vae", "vocoder")
              for source in [checkpoint.source(part)] for name in source.names()}  # fmt: skip
-    for path in float8.iterdir():
-        if path.name != "tiny-2.3.safetensors":
-            (tmp_path / path.name).symlink_to(path)
+    linked(float8, tmp_path)
     write_arrays(tmp_path / "tiny-2.3.safetensors", whole, file.metadata)
     flags = "--pipeline one-stage --num-frames 9 --width 64 --steps 2 --seed 3 --no-audio".split()
     runs = [generate("cuda", folder, *flags) for folder in (float8, tmp_path)]
