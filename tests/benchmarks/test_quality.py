@@ -100,12 +100,9 @@ def test_mono_or_levelled_sound_is_marked_so(motion):
         assert found[name] == mark and found["pitch"] == 1
 
 
-def test_a_click_that_belongs_to_no_bounce_is_none():
+def test_clicks_without_a_bounce_and_psnr_of_pictures():
     assert np.isnan(lags_s(np.array([0.2, 0.7]), np.array([0.45]))).all()
     assert np.isnan(lags_s(np.array([0.2]), np.zeros(0))).all()
-
-
-def test_psnr_of_pictures():
     black = np.zeros((4, 4, 3), np.uint8)
     assert psnr_db(black, black) == 200
     assert psnr_db(black, black + 255) == 0

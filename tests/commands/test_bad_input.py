@@ -91,7 +91,6 @@ def test_sizes_rates_and_counts(refused, flags, message):
     ("hq --distilled-lora-strength-stage-1 nan", "--distilled-lora-strength-stage-1: nan"),
     ("hq --distilled-lora-strength-stage-2 1e9", "--distilled-lora-strength-stage-2: 1e+09"),
     ("hq --steps 10001", "--steps: 10001"),
-    ("a2v", "--audio-path: the a2v pipeline makes a clip for a sound"),
     ("a2v --audio-path {picture} --audio-fit stretch", "--audio-fit"),
     ("a2v --audio-path {picture}", "holds no sound"),
     ("a2v --audio-path {folder}", "is a folder"),
@@ -102,19 +101,14 @@ def test_sizes_rates_and_counts(refused, flags, message):
     ("t2a --output {folder}/a.wav --stg-blocks 3", "--stg-blocks: block 3"),
     ("t2a --output {folder}/a.wav --audio-cfg inf", "--audio-cfg: inf"),
     ("t2a --output {folder}/a.wav --lora {lora}:1:stage2", "the t2a pipeline has none"),
-    ("ic-lora", "--video-conditioning: the ic-lora pipeline follows reference videos"),
-    ("retake", ": the file of --video-path decides size, length and rate"),
     ("inpaint --mask {picture}", ": the file of --video-path decides size, length and rate"),
-    ("dubit", ": the file of --video-path decides size, length and rate"),
     ("hdr-ic-lora", ": the file of --video-path decides size, length and rate"),
     ("one-stage --voice {picture}", "a.png: holds no sound"),
     ("distilled --voice {folder}", "is a folder"),
     ("hq --audio-conditioning {picture}:0.5", "a.png: holds no sound"),
-    ("hq --audio-conditioning {picture}:-1", "--audio-conditioning: strength -1 of"),
-    ("distilled --nag 0.5", "--nag: '0.5', expected SCALE"),
     ("distilled --output {picture}/x.mp4", "cannot be written (Not a directory)"),
 ])  # fmt: skip
-def test_flags_of_one_pipeline(refused, model, tmp_path, flags, message):
+def test_flags(refused, model, tmp_path, flags, message):
     picture = tmp_path / "a.png"
     Image.new("RGB", (40, 40)).save(picture)
     lora = model / "tiny-2.3-distilled-lora.safetensors"

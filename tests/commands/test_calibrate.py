@@ -112,18 +112,13 @@ def test_what_a_killed_run_left_unfinished_goes(calibrated, tiny, tmp_path):
     assert "was calibrated on tiny-2.3" in line and "cost here is not known" in line
 
 
-def test_two_at_once_are_one(calibrated, tmp_path):
+def test_two_at_once_are_one_and_other_files_stay(calibrated, tmp_path):
     folder = tmp_path / "plans.json.runs"
     folder.mkdir()
     with alone_in(folder, "--output"):
         status, _, err = calibrated("--evaluations", 3)
     assert status == 2 and f"--output: another run is writing {folder}" in err
     assert err.count("\n") == 1 and not any(folder.iterdir())
-
-
-def test_other_files_stay(calibrated, tmp_path):
-    folder = tmp_path / "plans.json.runs"
-    folder.mkdir()
     (folder / "mine.txt").write_text("keep me")
     status, _, err = calibrated("--evaluations", 3)
     assert status == 2 and "something else" in err

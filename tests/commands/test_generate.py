@@ -126,7 +126,7 @@ def test_sound_is_that_of_the_first_stage_unless_the_second_is_asked_for(base, r
     assert_bitwise(second, base, "stage")
 
 
-def test_report_and_messages(base, model):
+def test_report_messages_and_settings_in_the_clip(base, model):
     keys = {*"seed stages warmup_s load_s peak_bytes versions device mesh lora".split()}
     assert keys <= base.report.keys() and base.report["seed"] == 7
     stages = base.report["stages"]
@@ -138,9 +138,6 @@ def test_report_and_messages(base, model):
     assert "stage2, distilled: merged 130/130 modules" in base.stderr and "seed 7" in base.stderr
     assert str(base.clip) in base.stdout and "seed 7" in base.stdout
     assert base.stdout.count("\n") == 1
-
-
-def test_clip_carries_its_settings(base):
     comment = json.loads(streams(base.clip)[3])
     assert comment["prompt"] == "a robot dancing" and comment["seed"] == 7
     assert comment["model"]["generation"] == "2.3"

@@ -9,14 +9,10 @@ STAGE_KEYS += "collectives exchange_s copy_s waits_s time_s basis"
 PLAN = ["plan", "--devices", "2", "--device-kind", "h100-80gb", "--mesh", "tensor=2"]
 
 
-@pytest.fixture(scope="module")
-def planned(command):
+def test_plan_prints_the_promised_json_of_a_preset_and_a_checkpoint(command, tiny):
     status, out, err = command(*PLAN, "--preset", "tiny-2.3", "--json")
     assert (status, err) == (0, "")
-    return json.loads(out)
-
-
-def test_plan_prints_the_promised_json(planned):
+    planned = json.loads(out)
     assert planned.keys() == {"fits", "memory_mode", "devices", "mesh", "stages", "time_s", "basis"}
     assert planned["fits"] is True and planned["devices"] == 2 and planned["mesh"] == {"tensor": 2}
     stages = planned["stages"]
@@ -24,9 +20,6 @@ def test_plan_prints_the_promised_json(planned):
     assert all(s.keys() == {*STAGE_KEYS.split()} for s in stages)
     ((kind, exchanged),) = stages[1]["collectives"].items()
     assert (kind, exchanged["count"]) == ("all_reduce", (2 * 7 + 1) * 3) and exchanged["bytes"] > 0
-
-
-def test_a_checkpoint_is_planned_as_its_preset(planned, command, tiny):
     status, out, err = command(*PLAN, "--model", tiny("tiny-2.3", "official"), "--json")
     assert (status, err) == (0, "")
     assert json.loads(out) == planned
