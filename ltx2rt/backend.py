@@ -1,6 +1,4 @@
-"""The interface of a backend, and how one is found by name.
-
-The pipeline speaks these protocols only. Implementations are found through the entry-point group
+"""The interface of a backend, and how one is found by name: through the entry-point group
 `ltx2rt.backends`, so that the core never imports torch or jax, and names none of them.
 """
 
@@ -46,10 +44,8 @@ class TensorSource(Protocol):
         """`.shape`, `.dtype` and `.nbytes`, read only from the header."""
 
     def read(self, name: str, *cuts: Cut) -> Any:
-        """The tensor, or a slice of it: in numpy (bfloat16 as ml_dtypes.bfloat16), a view of memory
-        that is not the reader's; or what the `merge` of the backend that loads it made, which is
-        the reader's.
-        """
+        """The tensor, or a slice of it: a numpy view (bfloat16 as ml_dtypes.bfloat16) of memory that
+        is not the reader's; or a new array that the backend's own `merge` made."""
 
 
 class Program(Protocol):
@@ -73,9 +69,9 @@ class Loop(Protocol):
         self, weights: Any, inputs: Mapping[str, Any], num_steps: int, start: int = 0
     ) -> Iterator[dict[str, Any]]:
         """The body's outputs after each of the first `num_steps` steps, from step `start` on,
-        yielded once that step has really finished. inputs: the graph's, data whole (all steps of
-        the graph first), however many of them run. At most one step is queued beyond the one that
-        is waited for; once the iterator is closed, none is."""
+        yielded once that step has really finished. inputs: the graph's, with data for all of its
+        steps. At most one step is queued beyond the one that is waited for; once the iterator is
+        closed, none is."""
 
     def release(self) -> None:
         """Like `Program.release`, also of recorded steps. Not while an iterator is in use."""
@@ -147,10 +143,9 @@ class DeviceInfo:
     one.
 
     total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a
-    mesh can have, those of other hosts included; hosts: whose processes drive them. reserve_bytes
-    and reserve_share: what a run must leave free of what it may take, for the framework's pools and
-    workspaces, and for fragmentation: so many bytes and such a share. recorded_bytes: what recorded
-    steps keep, the next one's room.
+    mesh can have, other hosts' included; hosts: whose processes drive them. reserve_bytes,
+    reserve_share: a run leaves so many bytes and such a share free for the framework's pools,
+    workspaces and fragmentation. recorded_bytes: what recorded steps keep, the next one's room.
     """
 
     kind: str
@@ -177,11 +172,10 @@ class DoesNotFit(Exception):
 class Compiled:
     """One program as its compiler left it; counts are of one call, bytes of one device.
 
-    compile_cpu_s: processor time of all threads, which a busy machine stretches less than
-    compile_s. collectives: executions by kind, loops multiplied; received_bytes: what all of them
-    bring. weights_bytes: all arguments as the compiler lays them out; temp_bytes and output_bytes:
-    what a call needs besides. times_s: estimated by the compiler's code, by class of instruction,
-    exchanges that nothing hides among them; None if not asked for.
+    compile_cpu_s: processor time of all threads. collectives: executions by kind, loops multiplied;
+    received_bytes: by all of them. weights_bytes: all arguments as the compiler lays them out;
+    temp_bytes and output_bytes: what a call needs besides. times_s: estimated by the compiler's
+    code, by class of instruction, exposed exchanges among them; None if not asked for.
     """
 
     compile_s: float
@@ -270,14 +264,13 @@ class Backend(Protocol):
     def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:
         """The output of every call, in order, as what `to_host` takes; all devices share the calls.
 
-        On a process that is not the main one, None for each. A result is handed out once as many
-        later calls are under way as keep the devices busy, at most one on each. Inputs and the
-        output lead with an axis B.
+        On a process that is not the main one, None for each. A result is handed out once later
+        calls keep the devices busy, at most one on each. Inputs and the output lead with an axis B.
 
         Every process must iterate over the same calls and stop after the same result, or by an
-        exception of `calls` at the same call: each takes a call after the same results as the
-        others, so that `calls` may `agree` on whether there is another one. What is under way
-        between processes when the iterator is closed is waited for.
+        exception of `calls` at the same call; each takes a call after the same results, so `calls`
+        may `agree` on whether there is another one. Closing the iterator waits for what is under
+        way between processes.
         """
 
     def agree(self, flag: bool) -> bool:
@@ -366,10 +359,10 @@ class BackendFactory(Protocol):
         """A compiler of placed graphs for devices that are absent; one per process. Imports the
         framework. timed: with `times_s`.
 
-        Its second argument says how the graph runs: "each" on inputs of every device's own, as
-        `Backend.each` does; of the graph of a loop over steps, "before" is what runs once before
-        it, "step" one of its steps; of a training step, a word of REMAT is one batch forward and
-        backward. InputError if the compiler is not installed, or does not know the topology.
+        Its second argument says how the graph runs: "each" on every device's own inputs, as in
+        `Backend.each`; of a loop over steps, "before" is what runs once before it, "step" one of
+        its steps; of a training step, a word of REMAT is one batch forward and backward. Raises
+        InputError if the compiler is not installed, or does not know the topology.
         """
         raise InputError(
             f"backend {self.name} compiles on the device that runs, not for one that is absent"
@@ -401,11 +394,9 @@ def backend_names() -> list[str]:
 
 
 def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
-    """The backend for a run that names none; unless quiet, it prints a choice between devices.
-
-    It is the installed one; among several, the first with a device here, or the first. Imports no
-    framework. Raises InputError if none is installed.
-    """
+    """The backend for a run that names none: of those installed, the first with a device here, or
+    the first. Unless quiet, it prints a choice between devices. Raises InputError if none is
+    installed."""
     factories = [get_factory(name) for name in backend_names()]
     installed = [f for f in factories if find_spec(f.packages[0])]
     if not installed:

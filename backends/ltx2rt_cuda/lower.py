@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -195,10 +196,7 @@ def lower(
     first results that are the next call's inputs, perhaps still in flight."""
     lowering = _Lowering(graph, device, compile, position, carries)
     for number, node in enumerate(graph.nodes):
-        if node.op == "repeat":
-            lowering.repeat(number, node)
-        else:
-            lowering.call(number, node)
+        (lowering.repeat if node.op == "repeat" else lowering.call)(number, node)
     return lowering.finished()
 
 
@@ -237,7 +235,7 @@ class _Lowering:
     def keep(self, values: Sequence[Value], result: fx.Node) -> None:
         """`values` are the items of a result."""
         for i, v in enumerate(values):
-            self.env[id(v)] = self.built.call_function(_item, (result, i))
+            self.env[id(v)] = self.built.call_function(getitem, (result, i))
 
     def repeat(self, number: int, node: Node) -> None:
         operands, plan = tuple(map(self.read, node.inputs)), node.repeat
@@ -252,11 +250,10 @@ class _Lowering:
         self.modules[f"repeat_{number}"] = RepeatModule(plan, block, sums, self.compile)
         lists = []
         for name in plan.body.all_params():
-            own, weight = "*" in name and name in plan.body.params, self.weights[name]
-            function, more = (
-                (_iterations, (plan.first, plan.stop)) if own else (_shared, (plan.count,))
-            )
-            lists.append(self.built.call_function(function, (weight, *more)))
+            own = "*" in name and name in plan.body.params
+            bounds = (plan.first, plan.stop) if own else (plan.count,)
+            function = _iterations if own else _shared
+            lists.append(self.built.call_function(function, (self.weights[name], *bounds)))
         result = self.built.call_module(f"repeat_{number}", (*operands, *lists))
         if not self.compile:
             found = _on_the_way(plan.body, plan.num_carries)
@@ -296,7 +293,7 @@ class _Lowering:
         self.keep(node.outputs, result)
         for place, i in enumerate(numbers):
             first = len(node.outputs) + 2 * place
-            items = [self.built.call_function(_item, (result, first + n)) for n in (0, 1)]
+            items = [self.built.call_function(getitem, (result, first + n)) for n in (0, 1)]
             self.quantised[id(node.outputs[i])] = items
 
     def multiply(self, node: Node) -> None:
@@ -350,10 +347,6 @@ def _own(graph: Graph) -> set[int]:
     readers = Counter(map(id, graph.read()))
     made = (v for node in graph.nodes if node.op in OWN for v in node.outputs)
     return {id(v) for v in made if readers[id(v)] == 1}
-
-
-def _item(results, i: int):
-    return results[i]
 
 
 def _iterations(weights: list, first: int, stop: int) -> list:

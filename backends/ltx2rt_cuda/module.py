@@ -1,8 +1,5 @@
-"""One network as a `torch.nn.Module`, for somebody's own program.
-
-Decides the names of the module's parameters (the checkpoint's names) and which inputs it takes (the
-graph's, by name). Gradients reach every parameter and every floating input; the caller decides
-which of them are trained, and how.
+"""One network as a `torch.nn.Module`, for somebody's own program: parameters under the checkpoint's
+names, inputs under the graph's. Gradients reach every parameter and every floating input.
 """
 
 from __future__ import annotations
@@ -31,9 +28,8 @@ def as_module(
 
     Its `state_dict` has the tensors of the checkpoint: their official names and shapes, in the
     graph's dtype. With a source they are read now; without one they are on the meta device until
-    `load_state_dict(tensors, assign=True)`. compile: compile the repeated block once;
-    `torch.compile` of the whole module would compile it for every layer. Raises InputError if the
-    source does not fit the graph, GraphError if that is placed on a mesh or quantised.
+    `load_state_dict(tensors, assign=True)`. compile: compile the repeated block once. Raises
+    InputError if the source does not fit the graph, GraphError if that is placed or quantised.
 
         checkpoint = open_checkpoint("ltx-2.3")
         graph = transformer.trace(checkpoint.config.transformer, structure, "bfloat16")

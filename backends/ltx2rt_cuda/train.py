@@ -57,19 +57,16 @@ class Trainer:
         others: Sequence[Graph] = (),
         deterministic: bool = False,
     ):
-        self.graphs = []
-        for one in (graph, *others):
+        self.graphs = [as_run(one, backend.device_kind, train=True) for one in (graph, *others)]
+        for one in self.graphs:
             differentiable(one)
-            self.graphs.append(as_run(one, backend.device_kind, train=True))
         self.graph = graph = self.graphs[0]
         self.backend, self.weights, self.optimiser = backend, weights, optimiser
         self.deterministic, self.position = deterministic, backend.position.on(graph.mesh)
         self.programs = [self._program(one, remat) for one in self.graphs]
-        layouts = graph.all_layouts()
-        counts = {n: count for n, (_, count) in graph.all_params().items() if MARK in n}
-        self.layouts = {
-            numbered(n, i): (n, layouts[n]) for n, count in counts.items() for i in range(count)
-        }
+        layouts, params = graph.all_layouts(), graph.all_params()
+        trained = ((n, i) for n in params if MARK in n for i in range(params[n][1]))
+        self.layouts = {numbered(n, i): (n, layouts[n]) for n, i in trained}
         self.parameters = {name: weights[name].requires_grad_() for name in self.layouts}
         how = {"eps": optimiser.eps, "weight_decay": optimiser.weight_decay}
         self.adam = torch.optim.AdamW(self.parameters.values(), betas=optimiser.betas, **how)
@@ -181,11 +178,10 @@ class Trainer:
                 found[name] = self.backend.to_host(self._gathered(x, splits))
             return found
 
-        own, adam = {name: p.detach() for name, p in self.parameters.items()}, self.adam.state
-        kept = {"parameters": own}
+        adam, own = self.adam.state, self.parameters.items()
+        kept = {"parameters": {name: p.detach() for name, p in own}}
         for kind in MOMENTS:
-            zero = {name: torch.zeros_like(x) for name, x in own.items()}
-            kept[kind] = {n: adam[p].get(kind, zero[n]) for n, p in self.parameters.items()}
+            kept[kind] = {n: adam[p][kind] if adam[p] else torch.zeros_like(p) for n, p in own}
         kept |= {EMA: self.ema} if self.ema else {}
         return {kind: whole(tensors) for kind, tensors in kept.items()}
 

@@ -1,9 +1,8 @@
 """Compiled programs on disk, so that a later process starts without compiling.
 
-The files are JAX's persistent compilation cache: every program of a process, under a key of its HLO
-(sources, shapes, mesh, layouts), compiler options and flags, device topology and compiler build;
-nothing else is ever used. This module chooses the folder, one for each set of versions; unusable
-entries are noted and replaced.
+The files are JAX's persistent compilation cache, under keys of HLO, compiler options, devices and
+compiler build. This module chooses the folder, one for each set of versions; unusable entries are
+noted and replaced.
 """
 
 from __future__ import annotations
@@ -32,10 +31,8 @@ def keep_compiled(root: Path) -> None:
     folder = root / versions()
     others = sorted(path.name for path in root.glob("ltx2rt-*") if path != folder)
     if others and not folder.exists():
-        note(
-            f"{root} has executables of {', '.join(others)}, which {folder.name} cannot use: "
-            "compiling"
-        )
+        found = ", ".join(others)
+        note(f"{root} has executables of {found}, which {folder.name} cannot use: compiling")
     try:
         for path in (root, folder):
             path.mkdir(mode=0o700, parents=True, exist_ok=True)

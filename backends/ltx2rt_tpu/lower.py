@@ -1,7 +1,5 @@
-"""Lower a graph to one JAX function of (inputs, weights), to be traced under jit.
-
-A repeat is a `lax.scan` over its stacked weights and data: XLA compiles its body once whatever the
-number of layers.
+"""Lower a graph to one JAX function of (inputs, weights), to be traced under jit. A repeat is a
+`lax.scan` over its stacked weights and data: XLA compiles its body once.
 """
 
 from __future__ import annotations

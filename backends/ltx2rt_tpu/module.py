@@ -1,7 +1,5 @@
-"""One network as a flax `nnx.Module`, for somebody's own program.
-
-Decides the names of the module's parameters and how each states its sharding. Gradients reach every
-parameter and every floating input; the caller decides which of them are trained, and how.
+"""One network as a flax `nnx.Module`, for somebody's own program: the names of its parameters, and
+how each states its sharding. Gradients reach every parameter and every floating input.
 """
 
 from __future__ import annotations
@@ -30,11 +28,10 @@ def as_nnx(
 
     Its parameters are `module.weights`, by the graph's names: the checkpoint's, with `*` for the
     layer; layers are stacked along a first axis (joined by " | " where a pass packed several into
-    one). On a graph placed on a mesh each is a global array, cut by its `out_sharding`, which
+    one). On a mesh each is a global array, cut by its `out_sharding`, which
     `nnx.get_partition_spec` reads. With a source they are read now; without one they are
     `jax.ShapeDtypeStruct`s until `nnx.update(module.weights, arrays)`. Raises InputError if the
-    source does not fit the graph or the mesh needs more devices than there are, GraphError if the
-    graph is quantised.
+    source does not fit the graph or the mesh the devices, GraphError if the graph is quantised.
 
         checkpoint = open_checkpoint("ltx-2.3")
         graph = transformer.trace(checkpoint.config.transformer, structure, "bfloat16")

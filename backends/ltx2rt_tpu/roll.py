@@ -1,9 +1,6 @@
 """roll: the residual blocks that read one value become one node, which is a loop over all their
-convolutions.
-
-For the vocoder, most of which are hundreds of convolutions that differ in how many samples they
-read and how far apart: XLA compiles one body for each of its rates. Nodes that do not form a block
-stay.
+convolutions. The vocoder has hundreds of them, which differ only in how many samples they read and
+how far apart: XLA compiles one body for each of its rates. Other nodes stay.
 """
 
 from __future__ import annotations
@@ -11,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -80,15 +78,15 @@ def _rolled(blocks: Sequence[Sequence[Unit]]) -> list[Node]:
     for _, same in groupby(blocks, key=lambda block: (id(block[0].x), len(block))):
         same = list(same)
         halves = [half for block in same for unit in block for half in unit.halves]
-        activation = halves[0][0]
-        operands = [(*act.inputs[1:], *conv.inputs[1:]) for act, conv in halves]
-        args = {
+        activation, dilations = halves[0][0], [conv.args["dilation"][0] for _, conv in halves]
+        args: dict[str, Any] = {
             "activation": activation.op,
             "args": activation.args,
             "blocks": len(same),
-            "dilations": tuple(conv.args["dilation"][0] for _, conv in halves),
         }
-        inputs = (same[0][0].x, *(v for several in operands for v in several))
+        args["dilations"] = tuple(dilations)
+        operands = [v for act, conv in halves for v in (*act.inputs[1:], *conv.inputs[1:])]
+        inputs = (same[0][0].x, *operands)
         results = tuple(block[-1].result for block in same)
         found.append(Node("res_blocks", inputs, results, {}, args))
     return found

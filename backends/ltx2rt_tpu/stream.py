@@ -5,8 +5,7 @@
 
 XLA overlaps no copy from the host with the products of a loop, so a network runs as several
 programs: one for each part before, behind and between its stacks of layers, one for a layer of each
-stack. A layer is copied while the one before it is computed with; the layer after it is not begun
-before that has ended, so that no more than two are on the devices.
+stack. A layer is copied while the one before it is computed with, the next one once that has ended.
 """
 
 from __future__ import annotations

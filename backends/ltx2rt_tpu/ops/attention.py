@@ -93,9 +93,8 @@ NEIGHBOURS = (4, 4, 8)
 
 @op
 def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: float) -> Array:
-    """A loop over blocks of queries, each with the box of keys that its windows reach: one block's
-    scores at once. Heads come first, and queries and keys of a block are one axis each: a TPU pads
-    the last two axes to whole tiles."""
+    """A loop over blocks of queries, each with the box of keys that its windows reach. Heads come
+    first, and queries and keys of a block are one axis each: a TPU pads the last two axes."""
     plans = map(window_blocks, q.shape[1:4], k.shape[1:4], window, first, NEIGHBOURS)
     begins, boxes, masks = zip(*plans, strict=True)
     block, box = ([mask.shape[i] for mask in masks] for i in (1, 2))

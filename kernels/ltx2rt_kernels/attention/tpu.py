@@ -1,7 +1,6 @@
 """Attention by jax's splash kernel (Pallas): the scores stay in the chip's own memory.
 
-Decides which operands the kernel takes, how they are padded to whole blocks, and the blocks. What
-it computes is the op `attention` of the graph; whether there is a TPU is for the lowering to ask.
+Decides which operands the kernel takes, how they are padded to whole blocks, and the blocks.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""One program per token, all its heads at once; y may be a view, such as an attention's transposed
-result.
-
-It moves the minimum: y and the logits read once, the result written once. Where there is a choice,
-a program reads y or the values that stand for it; in front of a float8 product it writes e4m3
-numbers and the token's scale.
+"""One program per token, all its heads at once; y may be a view. It moves the minimum: y and the
+logits read once, the result written once. Where there is a choice, a program reads y or the values
+that stand for it; in front of a float8 product it writes e4m3 numbers and the token's scale.
 """
 
 from __future__ import annotations
@@ -52,16 +49,13 @@ def why_not(y: Tensor, logits: Tensor, *choice: Tensor) -> str | None:
     return dtype_reason(y, logits, *choice[1:])
 
 
-def head_gate(y: Tensor, *gate: Tensor) -> Tensor:
-    return _launch(y, *gate)
-
-
 def head_gate_rows(y: Tensor, *gate: Tensor) -> tuple[Tensor, Tensor]:
     scales = torch.empty((y.shape[0] * y.shape[1], 1), dtype=torch.float32, device=y.device)
-    return _launch(y, *gate, scales=scales).reshape(len(scales), -1), scales
+    return head_gate(y, *gate, scales=scales).reshape(len(scales), -1), scales
 
 
-def _launch(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = None) -> Tensor:
+def head_gate(y: Tensor, logits: Tensor, *choice: Tensor, scales: Tensor | None = None) -> Tensor:
+    """scales: where the e4m3 numbers' scales go; None: the result is not quantised."""
     batch, tokens, heads, dim = y.shape
     keep, v = choice or (None, None)
     others = (0,) * 4 if v is None or keep is None else (*keep.stride(), *v.stride()[:3])

@@ -1,9 +1,6 @@
 """cuBLASLt's own epilogue: GELU is applied to the sums of a product while they are still on the
-chip.
-
-Compared with a product and a GELU it saves the feed-forward's widest tensor one write and one read.
-cuBLASLt's GELU is the one by tanh, to no more digits than bfloat16 results need; where it has no
-such product torch applies that GELU itself.
+chip, which saves the feed-forward's widest tensor one write and one read. cuBLASLt's GELU is the
+one by tanh, to no more digits than bfloat16 results need.
 """
 
 from __future__ import annotations

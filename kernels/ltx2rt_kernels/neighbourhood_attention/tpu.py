@@ -2,12 +2,9 @@
 
 A block is FRAMES frames of queries, with just enough rows and columns that their windows reach a
 box of BOX x BOX keys in every frame: 6 x 6 where windows are 11 x 11. Columns of keys are copied
-once for every block of columns, because a box may begin at any column and memory is addressed in
-tiles; rows and frames are read where they are. A program brings the keys of SHARING blocks. Heads
-of fewer than LANES numbers share the lanes: the queries of one are zero in the lanes of the others,
-which costs nothing, since the matrix unit multiplies 256 numbers deep anyway.
-
-Decides which operands the kernel takes. It computes the graph's op `neighbourhood_attention`.
+for every block of columns, because a box may begin at any column and memory is addressed in tiles;
+rows and frames are read where they are. A program brings the keys of SHARING blocks. Heads of fewer
+than LANES numbers share the lanes: the queries of one are zero in the lanes of the others.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """One program per token: the row is read once, held in float32, and written once per result.
 
-A scale may come without a shift. A result can also, or only, be written as e4m3 numbers and
-the token's scale. The same kernel with RESIDUAL adds y * gate first, or (y + bias) *
-gate, and writes the sum too; the norm then sees the unrounded sum. Without NORM it only modulates.
-With an index, rows are by level and each token reads its level's. Rows that tokens share come from
-the L2 cache after the first read: memory delivers x (and y), the results and a few rows.
+A scale may come without a shift. A result can also, or only, be written as e4m3 numbers and the
+token's scale. With RESIDUAL the kernel adds y * gate first, or (y + bias) * gate, and writes the
+sum; the norm then sees the unrounded sum. Without NORM it only modulates. With an index, rows are by
+level. Rows that tokens share come from the cache: memory delivers x (and y), and the results.
 """
 
 from __future__ import annotations
@@ -118,10 +117,9 @@ def rows_launch(
     unread: Sequence[int] = (),
 ) -> tuple[Any, ...]:  # fmt: skip
     """[x + y * the first row if there is a y] + results, normalised and modulated by the other
-    rows. biased: a bias of y's comes first. x may have several axes for tokens, such as frames,
-    rows and columns, if all of a sample's read the same rows. unread: numbers of the outputs that
-    are None; behind all outputs come the e4m3 numbers (shaped like x) and float32 scales (B, tokens,
-    1) of those in `quantised`."""
+    rows. biased: a bias of y's comes first. x may have several axes for tokens, if all of a
+    sample's read the same rows. unread: numbers of the outputs that are None; behind all outputs
+    come the e4m3 numbers (shaped like x) and float32 scales (B, tokens, 1) of the `quantised`."""
     shape = x.shape
     if x.ndim > 4:
         x, views = x.flatten(1, -2), [(view[0], 1, view[-1]) for view in views]

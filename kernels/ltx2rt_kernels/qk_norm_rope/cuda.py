@@ -1,10 +1,9 @@
 """One program per token, which holds all its heads: their two halves, cos and sin are read once,
-the result written once, the minimum but for the weight, which all tokens but the first read from
-the cache. q and k of one attention are one launch, whatever their lengths; where they have their
-tables in common, a program turns both. Without tables it is only the norm, for the text's
-attention; where several samples read one text, keys are written and values copied for each of them.
-Under tensor parallelism two kernels: the sum of squares of this device's heads, and, after the
-all-reduce, the rest, given the sum.
+the result written once, the minimum but for the weight, which comes from the cache. q and k of one
+attention are one launch; where they have their tables in common, a program turns both. Without
+tables it is only the norm, for the text's attention; where several samples read one text, keys are
+written and values copied for each. Under tensor parallelism two kernels: the sum of squares of this
+device's heads, and, after the all-reduce, the rest, given the sum.
 """
 
 from __future__ import annotations
@@ -255,13 +254,9 @@ def _launch(
     return tuple(results) if two else results[0]
 
 
-def _numbers(x: Tensor) -> int:
-    return x.shape[2] * x.shape[3]
-
-
 def qk_norm_rope(*operands: Tensor, weight_views, table_views, eps: float):
     groups = [(x, None, *others) for x, *others in grouped(operands, 4)]
-    return _launch(groups, table_views, _numbers(operands[0]), eps)
+    return _launch(groups, table_views, operands[0][0, 0].numel(), eps)
 
 
 def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps: float):
@@ -271,7 +266,7 @@ def qk_scale_rope(*operands: Tensor, weight_views, table_views, count: int, eps:
 def qk_norm(*operands: Tensor, weight_views, eps: float, spread=()):
     operands, v = (operands[:-1], operands[-1]) if spread else (operands, None)
     groups = [(x, None, weight, None, None) for x, weight in grouped(operands, 2)]
-    return _launch(groups, weight_views, _numbers(operands[0]), eps, spread, v)
+    return _launch(groups, weight_views, operands[0][0, 0].numel(), eps, spread, v)
 
 
 def qk_scale(*operands: Tensor, weight_views, count: int, eps: float, spread=()):

@@ -1,7 +1,5 @@
 """One program per row: read once, its GELU taken where one stands before the product, its largest
 number found, divided and rounded to e4m3 as it is written.
-
-It moves the minimum: x read once, the values and a scale for each row written once.
 """
 
 from __future__ import annotations
@@ -60,10 +58,8 @@ def why_not(x: Tensor, *, gelu: bool = False) -> str | None:
     if x.stride(1) != 1:
         return "an operand's last axis is strided"
     if x.is_cuda and (capability := torch.cuda.get_device_capability(x.device)) < (8, 9):
-        return (
-            f"compute capability {capability[0]}.{capability[1]} has no e4m3, the kernel takes 8.9 "
-            "and later"
-        )
+        own = ".".join(map(str, capability))
+        return f"compute capability {own} has no e4m3, the kernel takes 8.9 and later"
     return dtype_reason(x)
 
 

@@ -2,9 +2,7 @@
 norm out.
 
 The residual may come before its bias is added, as under tensor parallelism, and lack the last
-samples, as where the isolated branch has no cross-attention. From memory it moves the minimum but
-for rows, which all tokens but the first read from the cache: x and y once, the sum and each result
-once.
+samples, as where the isolated branch has no cross-attention.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """One program per stretch of one channel: the signal at twice the rate exists in registers only.
 
-Each result recomputes the samples under its filter: half of taps^2 multiplications and `taps`
-sines, in place of a dozen passes over memory at twice the rate. Which inputs and taps a sample
-reads is known at compile time, so that each of the taps - 1 inputs under a result's filter is
-loaded once, all but one of them from the cache: what comes from memory is the minimum, the signal
-once, and the edges of stretches twice.
+Each result recomputes the samples under its filter, in place of a dozen passes over memory at twice
+the rate. Which inputs and taps a sample reads is known at compile time, so that each of the
+taps - 1 inputs under a result's filter is loaded once, all but one of them from the cache.
 """
 
 from __future__ import annotations
