@@ -17,15 +17,14 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params
 from tests.placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
 
+Arrays, Mesh = dict[str, np.ndarray], dict[str, int]
 BATCH, RANK, SCALE = 2, 3, 0.5
 WEIGHTS = {"video_loss": 1.0, "audio_loss": 0.7}
 OPTIMISER = AdamW(max_norm=0.5)
 
 
 @cache
-def step(
-    generation: str, batch: int = BATCH, blocks: int = 2
-) -> tuple[Graph, dict[str, np.ndarray]]:
+def step(generation: str, batch: int = BATCH, blocks: int = 2) -> tuple[Graph, Arrays]:
     """The graph without adapters, and inputs whose first frame and first sounds are given."""
     config, rng = transformer_config(generation), np.random.default_rng(5)
     config = replace(config, num_layers=blocks)
@@ -52,37 +51,34 @@ def step(
 
 def placed(
     generation: str,
-    mesh: dict[str, int],
+    mesh: Mesh,
     weights_dtype: str | None = None,
     blocks: int = 2,
     dropout: bool = False,
 ) -> Graph:
     graph, _ = step(generation, BATCH // mesh.get("data", 1), blocks)
     adapters = Adapters(frozenset(modules(graph)), RANK, SCALE, dropout=dropout)
-    return Placement(
-        PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"], mesh, weights_dtype, adapters
-    ).local(graph, "transformer")
+    profile = PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"]
+    return Placement(profile, mesh, weights_dtype, adapters).local(graph, "transformer")
 
 
 @cache
-def parameters(generation: str) -> dict[str, np.ndarray]:
+def parameters(generation: str) -> Arrays:
     """Of the network and of its adapters, neither half of them zero."""
     return random_params(placed(generation, {}))
 
 
-def trainer(
-    backend: Backend, generation: str, mesh: dict[str, int], remat: str = "block"
-) -> Trainer:
+def trainer(backend: Backend, generation: str, mesh: Mesh, remat: str = "block") -> Trainer:
     graph = placed(generation, mesh)
     weights = backend.load([graph], ArraySource(parameters(generation)))
     return backend.trainer(graph, weights, OPTIMISER, remat)
 
 
-def trained(made: Trainer, inputs: dict[str, np.ndarray], steps: int = 1) -> dict[str, np.ndarray]:
+def trained(made: Trainer, inputs: Arrays, steps: int = 1) -> Arrays:
     """Losses of the first step, squared norms of its gradients, and everything after the last.
 
     Those of one step are the losses that are measured without a gradient, too."""
-    found: dict[str, np.ndarray] = {}
+    found: Arrays = {}
     measured = made.losses(inputs) if steps == 1 else {}
     for i in range(steps):
         losses, norms = made.accumulate(inputs, WEIGHTS), made.update(1e-2)
@@ -90,6 +86,6 @@ def trained(made: Trainer, inputs: dict[str, np.ndarray], steps: int = 1) -> dic
             for name, x in measured.items():  # float32, another order of summation
                 np.testing.assert_allclose(x, losses[name], rtol=1e-5)
             found = {**losses, "norms": np.array([norms[name] for name in sorted(norms)])}
-    return found | {
-        f"{kind} {name}": x for kind, arrays in made.state().items() for name, x in arrays.items()
-    }
+    for kind, arrays in made.state().items():
+        found |= {f"{kind} {name}": x for name, x in arrays.items()}
+    return found

@@ -1,6 +1,7 @@
 """Estimates at sustained rates: every measured request within 10 %."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,13 +24,12 @@ MEASURED = {  # results of one H200, and the card that --max-memory makes of it
 @pytest.fixture(scope="module")
 def empty(tmp_path_factory):
     """empty(preset) -> a folder of that size which takes no room."""
-    made = {}
 
+    @cache
     def get(preset):
-        if preset not in made:
-            made[preset] = tmp_path_factory.mktemp(preset)
-            make_checkpoint(preset, "official", made[preset], empty=True)
-        return made[preset]
+        folder = tmp_path_factory.mktemp(preset)
+        make_checkpoint(preset, "official", folder, empty=True)
+        return folder
 
     return get
 
@@ -61,14 +61,13 @@ def test_estimates_are_within_a_tenth_of_what_was_measured(empty, name):
 def test_a_price_is_of_all_devices_of_an_hour(empty):
     """Times of several cards are scaled, for no exchange was measured; TPUs have bounds."""
     clip = {"num_frames": 25, "width": 256, "height": 256}
+    request = make_request("one-stage", prompt="a", seed=0, **clip)
+    options = ModelOptions("cuda", empty("tiny-2.3"), dtype="bfloat16")
     for kind, basis, count in (
         ("2xh200", "scaled", 2),
         ("h100", "scaled", 1),
         ("v6e-4", "bound", 4),
     ):
-        folder = empty("tiny-2.3")
-        request = make_request("one-stage", prompt="a", seed=0, **clip)
-        options = ModelOptions("cuda", folder, dtype="bfloat16")
         told = to_json(estimate(options, request, Devices(kind, price=3.0)))
         assert (told["basis"], told["devices"]) == (basis, count)
         assert told["clips_per_hour"] == pytest.approx(3600 / told["time_s"])

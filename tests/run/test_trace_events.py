@@ -2,6 +2,7 @@
 time."""
 
 import json
+from collections import defaultdict
 
 import pytest
 
@@ -38,21 +39,14 @@ def test_every_event_has_the_fields_of_its_phase(traced):
     assert named == {(e["pid"], e["tid"]) for e in trace["traceEvents"] if e["ph"] == "X"}
 
 
-def slices(trace):
-    """Slices by process and thread, in the order of their starts, the longest first."""
-    found = {}
-    for event in trace["traceEvents"]:
-        if event["ph"] == "X":
-            found.setdefault((event["pid"], event["tid"]), []).append(event)
-    return {
-        key: sorted(events, key=lambda e: (e["ts"], -e["dur"])) for key, events in found.items()
-    }
-
-
 def test_slices_of_a_thread_are_in_one_another_or_apart(traced):
-    for events in slices(traced[1]).values():
+    found = defaultdict(list)
+    for event in traced[1]["traceEvents"]:
+        if event["ph"] == "X":
+            found[event["pid"], event["tid"]].append(event)
+    for events in found.values():
         around: list[float] = []  # ends of the slices that are open
-        for event in events:
+        for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
             end = event["ts"] + event["dur"]
             while around and around[-1] <= event["ts"] + NESTING_US:
                 around.pop()
@@ -62,33 +56,21 @@ def test_slices_of_a_thread_are_in_one_another_or_apart(traced):
 
 def test_a_traced_step_takes_the_printed_time_and_does_the_printed_work(traced):
     planned, trace = traced
-    processes = {
-        e["args"]["name"]: e["pid"] for e in trace["traceEvents"] if e["name"] == "process_name"
-    }
-    by_thread = slices(trace)
+    events = trace["traceEvents"]
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["name"] == "process_name"}
+    slices = [e for e in events if e["ph"] == "X"]
     for stage in planned["stages"]:
-        events = [
-            e
-            for (pid, _), found in by_thread.items()
-            if pid == processes[stage["name"]]
-            for e in found
-        ]
-        (step,) = [e for e in events if e["cat"] == "step"]
-        rounding_us = 1e-3 * len(events)
+        own = [e for e in slices if e["pid"] == processes[stage["name"]]]
+        (step,) = [e for e in own if e["cat"] == "step"]
         assert step["dur"] == pytest.approx(1e6 * stage["time_s"], abs=1e-3)
-        assert max(e["ts"] + e["dur"] for e in events) == pytest.approx(step["dur"], abs=NESTING_US)
-        inner = [
-            e
-            for e in events
-            if e["cat"] in ("product", "attention", "kernel", "wait") and e is not step
-        ]
+        assert max(e["ts"] + e["dur"] for e in own) == pytest.approx(step["dur"], abs=NESTING_US)
+        inner = [e for e in own if e["cat"] in ("product", "attention", "kernel", "wait")]
+        rounding_us = 1e-3 * len(own)
         assert sum(e["dur"] for e in inner) == pytest.approx(step["dur"], abs=rounding_us)
         assert sum(e["args"].get("TFLOP", 0) for e in inner) == pytest.approx(stage["flops"] / 1e12)
-        exchanges = [e for e in events if e["cat"] == "exchange"]
+        exchanges = [e for e in own if e["cat"] == "exchange"]
         assert len(exchanges) == sum(c["count"] for c in stage["collectives"].values())
-    assert {e["cat"] for found in by_thread.values() for e in found} >= {
-        *"product attention kernel exchange".split()
-    }
+    assert {e["cat"] for e in slices} >= {"product", "attention", "kernel", "exchange"}
 
 
 def test_a_trace_that_cannot_be_written_is_refused_before_anything_is_planned(command, tmp_path):

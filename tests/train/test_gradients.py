@@ -38,12 +38,9 @@ class Dropped(torch.nn.Module):
         return x
 
     def forward(self, x):
-        (name,) = [
-            name
-            for name, keys in self.inputs.items()
-            if name.startswith(KEYS) and keys.shape[2] == x.shape[1]
-        ]
-        keys = self.inputs[name][:, self.block].astype(np.int64) % 2**32
+        every = [keys for name, keys in self.inputs.items() if name.startswith(KEYS)]
+        (keys,) = [keys for keys in every if keys.shape[2] == x.shape[1]]
+        keys = keys[:, self.block].astype(np.int64) % 2**32
         columns = self.mix((np.arange(x.shape[2]) + self.salt) % 2**32)
         drawn = (self.mix(keys[..., None] ^ columns) >> 8) / 2**24
         rate = self.inputs["dropout"].astype(np.float64)[:, None, None]
@@ -53,18 +50,16 @@ class Dropped(torch.nn.Module):
 def peft_gradients(config, params, inputs, x):
     """Losses, and by official name what autograd gives on diffusers' module under PEFT."""
     module = copy.deepcopy(build(config)).requires_grad_(False)
-    linears = [
-        name
+    linears = {
+        name: to_official("transformer", f"{name}.weight").removesuffix(".weight")
         for name, part in module.named_modules()
-        if isinstance(part, torch.nn.Linear) and f"{to_official('transformer', name + '.weight')}" in params
-        and f"{to_official('transformer', name + '.weight').removesuffix('.weight')}{MARK}A.weight" in params
-    ]  # fmt: skip
-    inject_adapter_in_model(
-        LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules=linears), module
-    )
+        if isinstance(part, torch.nn.Linear)
+    }
+    linears = {n: own for n, own in linears.items() if f"{own}{MARK}A.weight" in params}
+    how = LoraConfig(r=RANK, lora_alpha=RANK * SCALE, target_modules=list(linears))
+    inject_adapter_in_model(how, module)
     halves = {}
-    for name in linears:
-        official = to_official("transformer", name + ".weight").removesuffix(".weight")
+    for name, official in linears.items():
         part = module.get_submodule(name)
         if COLUMNS in inputs:
             part.lora_dropout["default"] = Dropped(official, inputs)
@@ -74,10 +69,8 @@ def peft_gradients(config, params, inputs, x):
             halves[f"{official}{MARK}{half}.weight"] = weight.requires_grad_()
     t = {name: torch.tensor(value) for name, value in inputs.items()}
     level = {n: t[f"{n}_sigma"][:, None] * t[f"{n}_noised"] for n in NAMES}
-    noisy = {
-        n: t[f"{n}_clean"] + level[n][..., None] * (t[f"{n}_noise"] - t[f"{n}_clean"])
-        for n in NAMES
-    }
+    aims = {n: t[f"{n}_noise"] - t[f"{n}_clean"] for n in NAMES}
+    noisy = {n: t[f"{n}_clean"] + level[n][..., None] * aims[n] for n in NAMES}
     scale = module.config.timestep_scale_multiplier
     found = module(
         *(noisy[n] for n in NAMES), *(t[f"{n}_context"] for n in NAMES), *(level[n] * scale for n in NAMES),
@@ -86,12 +79,11 @@ def peft_gradients(config, params, inputs, x):
     )  # fmt: skip
     losses = {}
     for n, velocity in zip(NAMES, found, strict=True):
-        error = (velocity - (t[f"{n}_noise"] - t[f"{n}_clean"])).square().mean(-1)
+        error = (velocity - aims[n]).square().mean(-1)
         losses[n] = (error * t[f"{n}_noised"]).sum(1) / t[f"{n}_noised"].sum(1)
     (losses["video"].mean() + losses["audio"].mean()).backward()
-    return {n: x.detach().numpy() for n, x in losses.items()}, {
-        n: p.grad.numpy() for n, p in halves.items()
-    }
+    gradients = {name: half.grad.numpy() for name, half in halves.items()}
+    return {n: x.detach().numpy() for n, x in losses.items()}, gradients
 
 
 @pytest.mark.parametrize(

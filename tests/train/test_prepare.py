@@ -141,11 +141,11 @@ def test_columns_lengths_of_sound_and_bad_clips(reported, refused, tmp_path):
         write_wav(tmp_path / f"{name}.wav", sound[:, :length], RATE)
         rows.append({"file": f"{name}.wav", "says": f"noise {name}", "caption": "not this"})
     table.write_text(json.dumps(rows))
-    words = "--buckets 64x64x9,64x64x17 --audio-durations 0.5,1 --verify 1 --video-column file"
+    words = "--buckets 64x64x9,64x64x17 --audio-durations 0.5,1 --video-column file"
     words = (*words.split(), "--caption-column", "says")
     why = "short.wav: 0.0625 s of sound, the shortest of --audio-durations is 0.5"
     assert why in refused("prepare", table, "--output", cache, *words)
-    report = reported(table, cache, *words, "--skip-bad")
+    report = reported(table, cache, *words, "--skip-bad", "--verify", 1)
     assert [x["file"] for x in report["skipped"]] == ["short.wav"]
     assert report["encoded_captions"] == 3 and "0.0625 s of sound" in report["skipped"][0]["reason"]
     assert (report["samples"], report["encoded_clips"], report["sound_s"]) == (2, 2, 1.5)

@@ -18,9 +18,8 @@ def step_inputs():
     x = transformer_inputs("2.3")
     for i, name in enumerate(("video", "audio")):
         x[f"{name}_noise"] = draw(*x[f"{name}_latent"].shape, seed=20 + i)
-    x["video_timesteps"] = np.where(
-        x["video_timesteps"] < x["video_sigma"][:, None, None], 0, x["video_timesteps"]
-    )
+    levels = x["video_timesteps"]
+    x["video_timesteps"] = np.where(levels < x["video_sigma"][:, None, None], 0, levels)
     return x
 
 
@@ -57,21 +56,17 @@ def test_losses_and_gradients(backend, probe, factors, tmp_path):  # noqa: F811
         np.testing.assert_allclose(found[f"{m}_loss"], expected, rtol=1e-4)  # float32, LoRA merged
     total = (found["video_loss"] + found["audio_loss"]).mean()
     np.testing.assert_allclose(found["loss"], [total], rtol=1e-6)
-    for name in sorted(names):  # along the gradient the loss rises by its squared norm
+    # along the gradient the loss rises by its squared norm: A of one module and B of the other
+    for name in sorted(names)[:: 3 if backend == "cuda" else 4]:
         key, gradient = f"{name.removeprefix('grad.')}.weight", found[name]
-        step = 0.05 / np.linalg.norm(gradient)
-        losses = []
+        step, losses = 0.05 / np.linalg.norm(gradient), []
         for sign in (1, -1):
             moved = factors | {key: factors[key] + np.float32(sign * step) * gradient}
             lora = write_lora(tmp_path / "moved.safetensors", moved)
-            losses.append(
-                float(probe("2.3", "train-step", x, "--lora", lora, backend=backend)["loss"][0])
-            )
+            losses += [*probe("2.3", "train-step", x, "--lora", lora, backend=backend)["loss"]]
         # central differences in float32: the losses have 1e-6, their difference some per cent
         slope = (losses[0] - losses[1]) / (2 * step)
         assert slope == pytest.approx(np.square(gradient).sum(), rel=0.03), name
-        if backend == "tpu":
-            break
 
 
 @pytest.mark.parametrize("stream", ["audio", "video"])
@@ -99,16 +94,16 @@ def test_without_a_lora_there_are_losses_only(probe):  # noqa: F811
 
 
 def test_what_a_step_cannot_read_is_refused(probe, factors, tmp_path):  # noqa: F811
-    x, lora = step_inputs(), tmp_path / "lora.safetensors"
-    levels = x | {"video_timesteps": x["video_timesteps"] / 2}
-    status, line = probe("2.3", "train-step", levels)
-    assert status == 2 and "video_timesteps holds other values than 0 and" in line
-    write_lora(lora, factors)
-    status, line = probe("2.3", "train-step", x, "--lora", lora, lora)
-    assert status == 2 and "2 files, a training step takes one" in line
+    x, lora = step_inputs(), write_lora(tmp_path / "lora.safetensors", factors)
     outside = {name.replace("blocks.2.", "blocks.7."): value for name, value in factors.items()}
-    status, line = probe("2.3", "train-step", x, "--lora", write_lora(lora, outside))
-    assert status == 2 and "match no weight" in line
+    other = write_lora(tmp_path / "outside.safetensors", outside)
     sound = {name: value for name, value in x.items() if name.startswith("audio")}
-    status, line = probe("2.3", "train-step", sound, "--lora", write_lora(lora, factors))
-    assert status == 2 and "no linear of this step's blocks" in line
+    levels = x | {"video_timesteps": x["video_timesteps"] / 2}
+    for inputs, loras, said in (
+        (levels, (), "video_timesteps holds other values than 0 and"),
+        (x, ("--lora", lora, lora), "2 files, a training step takes one"),
+        (x, ("--lora", other), "match no weight"),
+        (sound, ("--lora", lora), "no linear of this step's blocks"),
+    ):
+        status, line = probe("2.3", "train-step", inputs, *loras)
+        assert status == 2 and said in line
