@@ -24,13 +24,15 @@ OPTIMISER = AdamW(max_norm=0.5)
 
 
 @cache
-def step(generation: str, batch: int = BATCH, blocks: int = 2) -> tuple[Graph, Arrays]:
+def step(
+    generation: str, batch: int = BATCH, blocks: int = 2, text: int = TEXT
+) -> tuple[Graph, Arrays]:
     """The graph without adapters, and inputs whose first frame and first sounds are given."""
     config, rng = transformer_config(generation), np.random.default_rng(5)
     config = replace(config, num_layers=blocks)
     feeds = transformer.position_feeds(config, *positions())
     shape = transformer.ForwardShape(
-        batch, TOKENS, AUDIO_TOKENS, TEXT, transformer.coordinate_counts(feeds)
+        batch, TOKENS, AUDIO_TOKENS, text, transformer.coordinate_counts(feeds)
     )
     graph = train_step.trace(config, shape, "float32")
     for name, v in graph.inputs.items():
@@ -55,8 +57,9 @@ def placed(
     weights_dtype: str | None = None,
     blocks: int = 2,
     dropout: bool = False,
+    text: int = TEXT,
 ) -> Graph:
-    graph, _ = step(generation, BATCH // mesh.get("data", 1), blocks)
+    graph, _ = step(generation, BATCH // mesh.get("data", 1), blocks, text)
     adapters = Adapters(frozenset(modules(graph)), RANK, SCALE, dropout=dropout)
     profile = PROFILES["trillium-2d" if "fsdp" in mesh else "hopper"]
     return Placement(profile, mesh, weights_dtype, adapters).local(graph, "transformer")

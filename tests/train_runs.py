@@ -28,6 +28,13 @@ def write_clips(folder: Path, count: int = 3, sound: bool = True, frames: int = 
     return folder
 
 
+def write_mask(path: Path) -> None:
+    """A clip of 64x64 with a white right half."""
+    shown = np.zeros((9, 64, 64, 3), np.uint8)
+    shown[:, :, 32:] = 255
+    write_mp4(path, [shown], num_frames=9, fps=Fraction(FPS))
+
+
 def run_train(model: Path, *words: object) -> int:
     where = ("--model", model, "--backend", "cuda", "--device", "cpu")
     return cli.main(["train", *map(str, (words[0], *where, *words[1:]))])
@@ -38,6 +45,11 @@ def options(data: Path, output: Path, **more: object) -> list[object]:
     flags = {"data": data, "output": output, "rank": 2, "steps": 4, "save_every": 2, "lr": 1e-2}
     named = {f"--{name.replace('_', '-')}": value for name, value in (flags | more).items()}
     return [word for pair in named.items() for word in pair]
+
+
+def samples_of(cache: Path) -> list[dict[str, Any]]:
+    """Lines of a cache's samples."""
+    return [json.loads(line) for line in (cache / "manifest.jsonl").read_text().splitlines()[1:]]
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:

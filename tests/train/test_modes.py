@@ -3,7 +3,6 @@
 import json
 import shutil
 from contextlib import closing
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 import ltx2rt
 from ltx2rt import cli
-from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import video_info
 from ltx2rt.models.geometry import video_positions
@@ -29,18 +27,17 @@ from ltx2rt.weights.names import to_official
 from tests.conftest import assert_same
 from tests.reference import module_of, reference
 from tests.train.test_run import session_of
-from tests.train_runs import FPS, RATE, rows_of, write_clips
+from tests.train_runs import FPS, RATE, rows_of, write_clips, write_mask
 
 
 @pytest.fixture(scope="module")
 def referenced(prepare, tmp_path_factory):
     """Clips without sound, with references of half the size and masks of the right half."""
     folder = tmp_path_factory.mktemp("referenced")
-    clips, mask = write_clips(folder / "clips", 2, sound=False), np.zeros((9, 64, 64, 3), np.uint8)
-    mask[:, :, 32:] = 255
+    clips = write_clips(folder / "clips", 2, sound=False)
     for i in range(2):
         shutil.copy(clips / f"{i}.mp4", clips / f"{i}.reference.mp4")
-        write_mp4(clips / f"{i}.mask.mp4", [mask], num_frames=9, fps=Fraction(24))
+        write_mask(clips / f"{i}.mask.mp4")
     prepare(clips, folder / "cache", "--trigger", "zorp", "--reference-downscale", 2)
     return folder / "cache"
 

@@ -7,30 +7,24 @@ import struct
 import subprocess
 import zipfile
 from contextlib import suppress
-from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.models.text_encoder import feeds
 from ltx2rt.session.session import Call
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.train.manifest import context_path, read_arrays, sample_path
 from ltx2rt.train.precomputed import read_pt
 from tests.train.test_run import session_of
-from tests.train_runs import run_train, write_clips
+from tests.train_runs import run_train, samples_of, write_clips, write_mask
 
 CLOSE = 2**-7  # contexts are kept in bfloat16, and the features went through float32 once more
 TOKENS = 256  # what some of these files are long; the model pads to 1024
 GRID = dict.fromkeys(("num_frames", "height", "width"), 2)
 REPORT = "samples", "with_sound", "encoded_clips", "encoded_captions"
-
-
-def samples_of(cache):
-    return [json.loads(line) for line in (cache / "manifest.jsonl").read_text().splitlines()[1:]]
 
 
 def features(session, caption):
@@ -57,11 +51,10 @@ def features(session, caption):
 @pytest.fixture(scope="module")
 def clips(prepare, tmp_path_factory):
     """Two clips with sound, references of half the size and masks, and their cache."""
-    folder, shown = tmp_path_factory.mktemp("precomputed"), np.zeros((9, 64, 64, 3), np.uint8)
+    folder = tmp_path_factory.mktemp("precomputed")
     write_clips(folder / "clips", 2)
-    shown[:, :, 32:] = 255
     for name in (f"{i}.{kind}.mp4" for i in range(2) for kind in ("reference", "mask")):
-        write_mp4(folder / "clips" / name, [shown], num_frames=9, fps=Fraction(24))
+        write_mask(folder / "clips" / name)
     prepare(folder / "clips", folder / "cache", "--reference-downscale", 2)
     return folder
 

@@ -24,7 +24,8 @@ from ltx2rt.train.pieces import checked, facts_of
 from ltx2rt.train.prepare import _held_out
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.weights.files import write_arrays
-from tests.train_runs import RATE, run_train, write_clips
+from tests.conftest import refused as refuses
+from tests.train_runs import RATE, run_train, samples_of, write_clips, write_mask
 
 SMALL = Bucket(64, 64, 9)
 
@@ -70,11 +71,6 @@ def piece_of(path, frames, place=(0.5, 0.5)):
     return Piece(path, size, None, frames=frames, place=place)  # pyright: ignore
 
 
-def rows_of(cache):
-    lines = (cache / "manifest.jsonl").read_text().splitlines()[1:]
-    return [json.loads(line) for line in lines]
-
-
 def test_pieces_of_a_longer_clip(pieces, tmp_path):
     clip = write_clip(tmp_path / "a.mp4", 30)
     for part, starts in (("first", [0]), ("middle", [10]), ("all", [0, 9, 18])):
@@ -95,15 +91,13 @@ def test_what_is_cropped_and_what_is_too_small(pieces, tmp_path):
     assert jobs["centre"].place == (0.5, 0.5) != jobs["random"].place
     assert jobs["random"] == pieces(clip, crop="random")[0][0]
     piece = piece_of(clip.video, (2,), (1.0, 0.0))
-    (found,) = piece.pictures()
-    frame = list(read_frames(clip.video, "clip", 3))[2]
+    (found,), (*_, frame) = piece.pictures(), read_frames(clip.video, "clip", 3)
     np.testing.assert_array_equal(found, frame)
     right = frame[:, 64:].transpose(2, 0, 1) / 127.5 - 1
     np.testing.assert_allclose(piece.fitted(found), right, atol=1e-6)
-    _, skipped = pieces(clip, write_clip(tmp_path / "b.mp4", 9), no_upscale=True)
-    assert not skipped
-    large = (Bucket(128, 64, 9),)
-    jobs, skipped = pieces(clip, write_clip(tmp_path / "b.mp4", 9), buckets=large, no_upscale=True)
+    both, large = (clip, write_clip(tmp_path / "b.mp4", 9)), (Bucket(128, 64, 9),)
+    assert not pieces(*both, no_upscale=True)[1]
+    jobs, skipped = pieces(*both, buckets=large, no_upscale=True)
     assert [job.name for job in jobs] == ["wide.mp4"]
     assert "smaller than every bucket" in skipped["b.mp4"]
 
@@ -124,7 +118,7 @@ def test_references_and_masks_beside_a_clip(pieces, tmp_path):
     assert "another aspect ratio" in pieces(clip)[1]["a.mp4"]
     write_clip(tmp_path / "a.reference.mp4", 9)
     assert "its reference has 9 frames, the clip needs 17" in pieces(clip, **flags)[1]["a.mp4"]
-    with pytest.raises(InputError, match="sides are multiples of 64"):
+    with refuses("sides are multiples of 64"):
         request(buckets=(Bucket(96, 64, 9),), reference_downscale=2).check()
 
 
@@ -151,7 +145,7 @@ def test_columns_lengths_of_sound_and_bad_clips(reported, refused, tmp_path):
     assert (report["samples"], report["encoded_clips"], report["sound_s"]) == (2, 2, 1.5)
     assert report["verified"] == [str(cache / "verify" / "000-a.wav")]
     assert (cache / "verify" / "000-a.wav").is_file()
-    rows = rows_of(cache)
+    rows = samples_of(cache)
     assert [row["caption"] for row in rows] == ["noise a", "noise b"]
     assert [Fraction(17) / Fraction(row["fps"]) for row in rows] == [1, Fraction(1, 2)]
     for more, count in (((), 0), (("--force",), 2)):
@@ -165,13 +159,11 @@ def test_latents_of_references_and_masks(reported, tmp_path):
     """A reference at half size is the clip's own latents where the clip is half as large."""
     folder, cache = write_clips(tmp_path / "clips", 1), tmp_path / "cache"
     write_clip(folder / "0.reference.mp4", 9)
-    shown = np.zeros((9, 64, 64, 3), np.uint8)
-    shown[:, :, 32:] = 255
-    write_mp4(folder / "0.mask.mp4", [shown], num_frames=9, fps=Fraction(24))
+    write_mask(folder / "0.mask.mp4")
     report = reported(folder, cache, "--reference-downscale", 2, "--verify", 1)
     info = video_info(cache / "verify" / "000-0.mp4", "verified")
     assert report["verified"] and (info.width, info.num_frames, info.has_sound) == (64, 9, True)
-    (row,) = rows_of(cache)
+    (row,) = samples_of(cache)
     assert row["streams"] == ["video", "audio", "reference", "mask"]
     assert row["reference"] == [2, 1, 1]
     found = read_arrays(cache / "samples" / f"{row['sample']}.safetensors")
@@ -190,7 +182,7 @@ def test_shares_of_several_processes_make_what_one_makes(reported, refused, tmp_
     assert [encoded("--share", f"{i}/2") for i in (1, 2)] == [(2, 2), (1, 2)]
     assert not (cache / "manifest.jsonl").exists()
     assert encoded() == (0, 0) and encoded("--share", "2/2") == (0, 0)
-    assert len(rows_of(cache)) == 3
+    assert len(samples_of(cache)) == 3
     for wrong in ("0/2", "3/2", "2", "a/b", "1/2/3"):
         assert "--share" in refused("prepare", clips, "--output", cache, "--share", wrong)
     line = refused("prepare", clips, "--output", cache, "--share", "1/2", "--verify", 1)

@@ -7,36 +7,18 @@ import numpy as np
 import pytest
 
 from ltx2rt.backend import EMA, MOMENTS, get_backend
-from ltx2rt.models import train_step, transformer
-from ltx2rt.passes.adapters import Adapters, modules
-from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource
-from tests.placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
-from tests.train_cases import BATCH, OPTIMISER, RANK, SCALE, WEIGHTS, parameters, placed, step
+from tests.placed_cases import TEXT
+from tests.train_cases import OPTIMISER, WEIGHTS, parameters, placed, step
 
 DECAY = 0.7
 CLOSE = 1e-5  # float32: sums in another order
 
 
-def smaller():
-    """The step of `train_cases` with half of the text, and its inputs."""
-    feeds = transformer.position_feeds(transformer_config("2.3"), *positions())
-    shape = transformer.ForwardShape(
-        BATCH, TOKENS, AUDIO_TOKENS, TEXT // 2, transformer.coordinate_counts(feeds)
-    )
-    graph = train_step.trace(transformer_config("2.3"), shape, "float32")
-    adapters = Adapters(frozenset(modules(graph)), RANK, SCALE)
-    local = Placement(PROFILES["hopper"], {}, None, adapters).local(graph, "transformer")
-    inputs = dict(step("2.3")[1])
-    for name in ("video_context", "audio_context"):
-        inputs[name] = inputs[name][:, : TEXT // 2]
-    return local, inputs
-
-
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_batches_of_two_sizes_share_parameters_and_their_average(kind):
-    backend, graph, (other, inputs) = get_backend(kind, "cpu", {}), placed("2.3", {}), smaller()
+    backend, graph, half = get_backend(kind, "cpu", {}), placed("2.3", {}), {"text": TEXT // 2}
+    other, (_, inputs) = placed("2.3", {}, **half), step("2.3", **half)
     weights = backend.load([graph], ArraySource(parameters("2.3")))
     optimiser = replace(OPTIMISER, ema=DECAY)
     made = backend.trainer(graph, weights, optimiser, "block", [other], deterministic=True)
@@ -57,8 +39,7 @@ def test_batches_of_two_sizes_share_parameters_and_their_average(kind):
         trainer.accumulate(inputs, WEIGHTS)
         trainer.update(0.0)
     for name, x in alone.state()[MOMENTS[0]].items():
-        np.testing.assert_allclose(
-            made.state()[MOMENTS[0]][name], x, rtol=1e-4, atol=CLOSE * np.abs(x).max() + 1e-12
-        )
+        beside, atol = made.state()[MOMENTS[0]][name], CLOSE * np.abs(x).max() + 1e-12
+        np.testing.assert_allclose(beside, x, rtol=1e-4, atol=atol)
     with pytest.raises(ValueError, match="no graph of 2 has the sizes"):
         made.accumulate(inputs | {"video_context": inputs["video_context"][:, :1]}, WEIGHTS)
