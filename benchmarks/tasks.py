@@ -63,7 +63,7 @@ TASKS = (
           "--negative-prompt": "what to avoid"}, "photo.png"),
     Task("What lies between two pictures", "between", "--pipeline keyframes --image dawn.png:0 dusk.png:120",
          f"--pipeline keyframes {SMALL} --steps 20 --image photo.png:0 last.png:24",
-         {"--image": "FILE:FRAME each, more than two as well", "--num-frames": "8k+1",
+         {"--image": "FILE:FRAME each, more than two as well", "--num-frames": "rounded to 8k+1",
           "--steps": "of the guided stage"}, "photo.png last.png", "the sun crosses a snowy valley"),
     Task("Pictures for a song", "song", "--audio-path song.mp3",
          f"{SMALL} --steps 20 --audio-path sound.wav",

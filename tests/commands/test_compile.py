@@ -181,7 +181,7 @@ def test_a_topology_says_its_devices():
     ({"profile": "kitchen"}, ["kitchen", "trillium"]),
     ({"profile": "single"}, ["profile single has no mesh of 4 devices", "--mesh"]),
     ({"width": 63}, ["--width", "an even number"]), ({"branches": 5}, ["--branches"]),
-    ({"num_frames": 10}, ["--num-frames", "8*k + 1"]),
+    ({"num_frames": 0}, ["--num-frames", "8*k + 1"]),
     ({"pipeline": "t2a", "branches": 4}, ["--branches: 4, but t2a has one stream"]),
     ({"pipeline": "ic-lora"}, ["--video-conditioning", "none was given"]),
     ({"pipeline": "ic-lora", "video-conditioning": "gone.mp4"}, ["gone.mp4 does not exist"]),

@@ -191,7 +191,6 @@ REFUSED = {
     "dfr": {
         "--num-frames 17": "--pipeline: dfr, but LTX-2.3 has no vector for keyframes",
         "--model newer --num-frames 1": "--num-frames: 1, expected 9 or more",
-        "--model newer --num-frames 12": "--num-frames: 12, expected 8*k + 1",
         "--model newer --temporal-upsample-rounds 3": "--temporal-upsample-rounds: 3, expected 0",
         "--model newer --temporal-upsample-rounds 2 --fps 120": "120 fps become 480, expected at",
         "--model newer --num-videos 2": "--num-videos: 2, but dfr makes one",
@@ -262,7 +261,6 @@ REFUSED = {
         PARTS + "--prompt x --prompt x --enhance-prompt": "--enhance-prompt: writes one prompt",
         PARTS + "--num-frames 801 --segment-frames 801": "--segment-frames: 801 frames are over",
         PARTS + "--auto-duration 1 2": "--auto-duration:",
-        PARTS + "--num-frames 58": "--num-frames: 58, expected 8*k + 1; the nearest are 57 and 65",
         PARTS + "--num-frames 100001": "--num-frames: 100001 frames are 4167 s, expected at most",
         PARTS + "--segment-frames 26": "--segment-frames: 26, expected 8*k + 1",
         PARTS + "--cut 1": "--cut: segment 1, expected 2 to 3",

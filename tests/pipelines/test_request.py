@@ -74,17 +74,25 @@ def test_given_values_are_kept():
     assert given.resolved(model(num_layers=3)) == given
 
 
+def test_frames_and_odd_sides_are_rounded_and_the_run_says_so():
+    for asked, made in ((2, 9), (58, 57), (120, 121), (61, 65)):
+        found = replace(REQUEST, num_frames=asked).resolved(model())
+        assert found.num_frames == made and found.resolved(model()) == found
+        assert f"{asked} frames: {made} frames, {made / 24:.2f} s" in [*found.remarks(model())]
+    odd = OneStage("a cat", width=853, height=501).resolved(model())
+    assert (odd.width, odd.height) == (854, 502) and odd.resolved(model()) == odd
+    assert "853x501: 854x502, since sides are even" in [*odd.remarks(model())]
+
+
 def test_newer_models_and_distilled_have_their_own_defaults():
     assert REQUEST.resolved(model()).num_frames == 121
     assert Distilled("a cat").resolved(model()).audio_from == "stage2"
 
 
 BAD = {
-    "width": (dict(width=101),
-              "--width: 101, expected an even number from 64 on; the nearest are 100 and 102 px"),
     "small height": (dict(height=32), "the nearest are 64 and 66 px"),
-    "frames": (dict(num_frames=120),
-               "--num-frames: 120, expected 8*k + 1; the nearest are 113 and 121 frames"),
+    "small width": (dict(width=31),
+                    "--width: 31, expected an even number from 64 on; the nearest are 64 and 66 px"),
     "no frames": (dict(num_frames=0), "the nearest are 1 and 9 frames"),
     "frames without end": (dict(num_frames=10**400),
                            "--num-frames: 10000000000000000000, expected at most 1000000000"),
@@ -118,9 +126,7 @@ def test_a_bad_request_is_refused_in_one_line(change, message):
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_one_stage_has_finer_sizes_and_no_second_stage():
-    with refused("--height: 501, expected an even number"):
-        OneStage("a cat", height=501).resolved(model())
+def test_an_unknown_pipeline_is_refused():
     with refused("--pipeline: 'three-stage', expected one of two-stage"):
         pipeline("three-stage")
 

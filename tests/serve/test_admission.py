@@ -270,7 +270,7 @@ def test_prompts_are_written_out_where_the_server_has_a_gemma(admission, tiny, t
 LONG = {"num_frames": 57, "overlap": 9, "segment_frames": 25}
 HOSTILE = [  # what a request says of segments and the like, and the field that is refused
     *(({**LONG, **more}, field) for more, field in (
-        ({"num_frames": 26}, "num_frames"), ({"num_frames": 10**12}, "num_frames"),
+        ({"num_frames": 0}, "num_frames"), ({"num_frames": 10**12}, "num_frames"),
         ({"segment_frames": 26}, "segment_frames"), ({"segment_frames": 10**9}, "segment_frames"),
         ({"segment_frames": -1}, "segment_frames"),
         ({"num_frames": 50001}, None), ({"length": 3}, "seconds"),

@@ -73,7 +73,7 @@ def test_bad_lines_are_all_said_before_anything_runs(batch, server, tmp_path):
     (tmp_path / "damaged.png").write_bytes(png(200, 100)[:-60])
     ran, output = batch(
         [
-            job(1, size="65x64"),
+            job(1, size="62x64"),
             job(2),
             job(3, sed=4),
             job(4, images=[{"path": "none.png"}]),
@@ -86,7 +86,7 @@ def test_bad_lines_are_all_said_before_anything_runs(batch, server, tmp_path):
     )
     assert ran.returncode == 2 and ran.stderr.count("\n") == 1
     for words in (
-        "line 1 (j1): size: width 65",
+        "line 1 (j1): size: width 62",
         "line 3 (j3): 'sed'",
         "/none.png: cannot be read",
         "line 5 (j5): images",

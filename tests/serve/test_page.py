@@ -352,9 +352,9 @@ def test_the_page_works_under_a_path(server, page, tmp_path):
 def test_wrong_settings_are_said_before_anything_is_sent(server, page):
     page.goto(server.url)
     before = len(server.lines("queued"))
-    fill(page, "1:0", width="65")
+    fill(page, "1:0", width="62")
     said = "document.querySelector('#problem').textContent"
-    until(page, f"{said}.includes('Size: width 65, expected an even number')")
+    until(page, f"{said}.includes('Size: width 62, expected an even number')")
     fill(page, "1:0", steps="0")
     assert page.inner_text("#problem") == ""
     until(page, f"{said}.includes('Steps: 0, expected 1 to 10000')")

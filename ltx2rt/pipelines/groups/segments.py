@@ -227,7 +227,8 @@ class Segments(Group):
                 "--segment-frames: how long is the clip? Give --num-frames, or --seconds"
             )
         most = int(ONE_CLIP_S * request.fps) // step * step + 1
-        size, count = request.segment_frames or min(DEFAULT_FRAMES, most), count or DEFAULT_FRAMES
+        size = request.segment_frames or min(DEFAULT_FRAMES, most)
+        count = DEFAULT_FRAMES if count is None else count
         stated = [] if request.has(SourceClip) else [("--num-frames", count)]
         for name, value in (("--segment-frames", size), *stated):
             check_step(name, value, step, 1, "frames", f"{step}*k + 1")

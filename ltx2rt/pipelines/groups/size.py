@@ -120,6 +120,7 @@ class Size(Pixels):
     )
 
     half_size: bool = flag(False, "halve both sides, as --preset draft does", typed=False)
+    asked_px: tuple[int, int] | None = field(default=None, repr=False)  # sides that were odd
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         """Reads the header of the first image."""
@@ -127,7 +128,15 @@ class Size(Pixels):
         sides = self.filled(unit, request.first_image_px)
         if self.half_size:
             sides = {side: max(px // 4 * 2, self.least) for side, px in sides.items()}
-        return sides | {"half_size": False}
+        even = {side: px + (px % 2 if px > self.least else 0) for side, px in sides.items()}
+        asked_px = self.asked_px if even == sides else tuple(sides.values())
+        return even | {"half_size": False, "asked_px": asked_px}
+
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        if self.asked_px:
+            width, height = self.asked_px
+            yield f"{width}x{height}: {self.width}x{self.height}, since sides are even"
+        yield from super().remarks(request, model)
 
     def filled(self, unit: int = 1, image_px: tuple[int, int] | None = None) -> dict[str, int]:
         """Both sides. image_px: width and height of an image to follow, in multiples of unit."""
@@ -163,9 +172,13 @@ class Duration(Group):
 
     def stated(self, request: Any) -> int | None:
         """Number of frames that the user asks for."""
-        if (seconds := getattr(request, "seconds", None)) is None:
-            return request.num_frames
-        return nearest_frames(seconds, request.fps, STEP if self.whole else 1)
+        step = STEP if self.whole else 1
+        if (seconds := getattr(request, "seconds", None)) is not None:
+            return nearest_frames(seconds, request.fps, step)
+        count = request.num_frames
+        # a few frames are a clip, not a picture
+        clip = step + 1 if (count or 0) > 1 else 1
+        return max(nearest_frames(count, Fraction(1), step), clip) if count and count > 0 else count
 
     def check(self, request: Any) -> None:
         window = request.auto_duration
@@ -207,7 +220,10 @@ class Duration(Group):
 @dataclass(frozen=True)
 class Length(Duration):
     num_frames: int = flag(
-        None, "frames, 8k+1 (default: 121; LTX-2.5: by the prompt)", most=MAX_FRAMES, common=CLIP
+        None,
+        "frames, rounded to 8k+1 (default: 121; LTX-2.5: by the prompt)",
+        most=MAX_FRAMES,
+        common=CLIP,
     )
     seconds: float | None = flag(
         None,
@@ -227,7 +243,7 @@ class Length(Duration):
         most=MAX_FPS,
         json="number",
     )
-    asked_s: float | None = field(default=None, repr=False)
+    asked: str = field(default="", repr=False)  # the length that was rounded
     auto_duration: tuple[float, ...] | None = flag(
         None,
         "range of lengths to choose from without --num-frames, in seconds; LTX-2.5 (default: 1 20)",
@@ -244,10 +260,14 @@ class Length(Duration):
             refuse_beside(**{name: value is not None for name, value in given.items()})
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        asked_s = self.seconds or self.asked_s
-        return {"num_frames": self.stated(request), "seconds": None, "asked_s": asked_s}
+        count, asked = self.stated(request), self.asked
+        if self.seconds:
+            asked = f"{self.seconds:g} s"
+        elif count != self.num_frames:
+            asked = f"{self.num_frames} frames"
+        return {"num_frames": count, "seconds": None, "asked": asked}
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        if self.asked_s and not request.in_segments:
+        if self.asked and not request.in_segments:
             count, seconds = request.num_frames, float(request.num_frames / request.fps)
-            yield f"{self.asked_s:g} s: {count} frames, {seconds:.2f} s"
+            yield f"{self.asked}: {count} frames, {seconds:.2f} s"

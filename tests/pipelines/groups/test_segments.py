@@ -475,7 +475,7 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
     found = make_request("one-stage", **request).resolved(config)
     length = {**request, "num_frames": None, "seconds": 56 / 24}
     length = make_request("one-stage", **length).resolved(config)
-    assert found == replace(length, asked_s=None) and found.clip_frames == 57
+    assert found == replace(length, asked="") and found.clip_frames == 57
     assert [part.start for part in found.parts] == [0, 16, 32]
     assert found.resolved(config) == found  # as what a server keeps of it
     for fps in ("24", "25", "29.97", "59.94", "7.3"):
