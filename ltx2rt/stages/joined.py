@@ -141,9 +141,10 @@ class OverlapSound(Stage):
             waveform = np.zeros((2, end), np.float32)
             if self.before:
                 heard = self.before.sound(rate)[:, : round(self.before.heard_s * rate)]
-                waveform[:, :start] = heard[:, -start:]
-            if self.after:
-                waveform[:, stop:] = self.after.sound(rate)[:, : end - stop]
+                waveform[:, max(start - heard.shape[1], 0) : start] = heard[:, -start:]
+            if self.after:  # a clip of these frames alone may have a sample less
+                heard = self.after.sound(rate)[:, : end - stop]
+                waveform[:, stop : stop + heard.shape[1]] = heard
             latent = encode_sound(session, call, waveform[None], rate)
         finite(self.name, latent=latent)
         state.source["audio"] = latent

@@ -55,7 +55,7 @@ def assert_agree(sessions, name: str, **clip) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("hq", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hq", "extend")),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("keyframes", "a2v", "retake")),
     ],
 )
@@ -63,11 +63,12 @@ def test_latents_agree(sessions, images, film, name):
     places = zip(images, (0, 16), (0.8, 0.9), strict=True)
     given = {"images": tuple(parse_image((path, *place)) for path, *place in places)}
     more = {"a2v": {"audio_path": film, "audio_fit": "pad"}}.get(name, given | {"image_crf": 0})
-    if name == "retake":
-        part = {"start_time": 0.3, "end_time": 0.5, "seed": 3}
-        assert_agree(sessions, name, video_path=film, **part)
-    else:
-        assert_agree(sessions, name, **SMALL | more)
+    of_film = {"video_path": film, "seed": 3}
+    more = {
+        "retake": of_film | {"start_time": 0.3, "end_time": 0.5},
+        "extend": of_film | {"join": film, "extend_frames": 15, "guided": True, "steps": 2},
+    }.get(name, SMALL | more)
+    assert_agree(sessions, name, **more)
 
 
 def test_ic_lora_with_coarse_references(sessions, images, tmp_path):

@@ -138,6 +138,12 @@ def test_images_are_where_they_are_in_time():
     }  # fmt: skip
 
 
+def test_its_images_may_be_exr():
+    stages = stages_of(num_frames=17, images=(parse_image("a.exr:0"),), hdr="ACESCG")
+    found = [g.hdr for s in stages for g in getattr(s, "given", ()) if isinstance(g, Image)]
+    assert found == ["ACESCG"] * 4  # of both stages, and of what encodes for them
+
+
 # --- a whole run ----------------------------------------------------------------------------------
 
 

@@ -55,19 +55,16 @@ def test_a_clip_is_made_again_from_its_file_alone(model, command, images, tmp_pa
     assert "width" not in recipe((), name="t2a", like=first)  # which reads no image
 
 
-@pytest.mark.parametrize(
-    ("given", "sources", "expected"),
-    [
-        ((), {"preset": "draft"}, {"pipeline": "distilled", "half_size": True}),
-        (("height",), {"preset": "draft"}, {"pipeline": "distilled"}),
-        ((), {"preset": "best"}, {"pipeline": "hq"}),
-        ((), {"preset": "standard"}, {"pipeline": "two-stage"}),
-        (("audio_path",), {"preset": "best"}, {"pipeline": "a2v"}),
-        (("mask", "video_path"), {"preset": "draft"}, {"pipeline": "inpaint"}),
-    ],
-)
-def test_inputs_choose_the_pipeline_before_a_preset(given, sources, expected):
-    assert recipe(given, **sources) == expected
+@pytest.mark.parametrize(("given", "preset", "expected"), [
+    ((), "draft", {"pipeline": "distilled", "half_size": True}),
+    (("height",), "draft", {"pipeline": "distilled"}),
+    ((), "best", {"pipeline": "hq"}),
+    ((), "standard", {"pipeline": "two-stage"}),
+    (("audio_path",), "best", {"pipeline": "a2v"}),
+    (("mask", "video_path"), "draft", {"pipeline": "inpaint"}),
+])  # fmt: skip
+def test_inputs_choose_the_pipeline_before_a_preset(given, preset, expected):
+    assert recipe(given, preset=preset) == expected
 
 
 def test_a_draft_has_half_the_sides_that_a_picture_decides(images, command, model, tmp_path):

@@ -112,15 +112,11 @@ def grown(num_targets, items):
     return weights
 
 
-@pytest.mark.parametrize(
-    "items",
-    [
-        [(3, None), (2, [0.5, 0])],
-        [(2, [0.25, 1]), (3, None), (1, [0.5])],
-        [(3, None), (2, None), (2, [1, 1]), (2, [0.3, 0.7])],
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("items", [
+    [(3, None), (2, [0.5, 0])],
+    [(2, [0.25, 1]), (3, None), (1, [0.5])],
+    [(3, None), (2, None), (2, [1, 1]), (2, [0.3, 0.7])],
+], ids=str)  # fmt: skip
 def test_what_tokens_see_of_references(items):
     state = video_state(
         G, [image_tokens(G, random(1, 16, 1, 2, 3), 0, 1.0), *(reference(*item) for item in items)]

@@ -175,18 +175,13 @@ def test_sampling_is_a_draw_from_the_largest_logits():
     assert first != [int(other(None, scores).argmax()) for _ in range(20)]
 
 
-@pytest.mark.parametrize(
-    ("raw", "expected"),
-    [
-        (
-            "\u201cA fox\u2019s den\u201d \u2014 at dusk\u2013dawn\u00a0now, 5\u2032 \u22123",
-            "A fox's den\" - at dusk-dawn now, 5' -3",
-        ),
-        ("** 1. Étude in blue", "Étude in blue"),
-        ("  plain text. \n", "plain text."),
-        ("… 123 — ", ""),
-    ],
-)
+@pytest.mark.parametrize(("raw", "expected"), [
+    ("\u201cA fox\u2019s den\u201d \u2014 at dusk\u2013dawn\u00a0now, 5\u2032 \u22123",
+     "A fox's den\" - at dusk-dawn now, 5' -3"),
+    ("** 1. Étude in blue", "Étude in blue"),
+    ("  plain text. \n", "plain text."),
+    ("… 123 — ", ""),
+])  # fmt: skip
 def test_the_answer_is_cleaned(raw, expected):
     assert cleaned(raw) == expected
 

@@ -139,15 +139,12 @@ def weights(name: str) -> dict[str, np.ndarray]:
     return params
 
 
-@pytest.mark.parametrize(
-    "version,kind",
-    [
-        ("2.3", "cuda"),
-        pytest.param("2.3", "tpu", marks=pytest.mark.long),
-        ("2.0", "cuda"),
-        pytest.param("2.0", "tpu", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("version, kind", [
+    ("2.3", "cuda"),
+    ("2.0", "cuda"),
+    pytest.param("2.3", "tpu", marks=pytest.mark.long),
+    pytest.param("2.0", "tpu", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_a_waveform_in_chunks_is_the_whole(version, kind):
     """Shorter than a chunk, one, one frame more, and several."""
     config, size = VOCODERS[version], 48

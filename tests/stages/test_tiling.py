@@ -31,15 +31,12 @@ def ranges(spans):
     return [(s.start, s.stop) for s in spans]
 
 
-@pytest.mark.parametrize(
-    "width, height, rows, columns",
-    [
-        (768, 512, [(0, 16)], [(0, 24)]),
-        (1280, 704, [(0, 13), (11, 22)], [(0, 24), (22, 40)]),
-        (1920, 1088, [(0, 14), (12, 26), (24, 34)], [(0, 24), (22, 46), (44, 60)]),
-        (704, 1280, [(0, 24), (22, 40)], [(0, 13), (11, 22)]),
-    ],
-)
+@pytest.mark.parametrize("width, height, rows, columns", [
+    (768, 512, [(0, 16)], [(0, 24)]),
+    (1280, 704, [(0, 13), (11, 22)], [(0, 24), (22, 40)]),
+    (1920, 1088, [(0, 14), (12, 26), (24, 34)], [(0, 24), (22, 46), (44, 60)]),
+    (704, 1280, [(0, 24), (22, 40)], [(0, 13), (11, 22)]),
+])  # fmt: skip
 def test_official_layouts_of_121_frames(width, height, rows, columns):
     tiling = plan_tiles("auto", (16, height // 32, width // 32), CONFIG)
     assert ranges(tiling.frames) == [(0, 10), (6, 16)]
