@@ -80,8 +80,8 @@ class Memory:
         warm: bool = False,
     ) -> list[StageCost]:
         """Costs of each stage that calls networks on the busiest device. held: bytes of sets that
-        are there before; recorded_bytes: what recorded steps keep, which is not counted. warm: of a
-        second run in a row, which starts with the first one's weights."""
+        are there before; recorded_bytes: what recorded steps keep, uncounted. warm: of a second run
+        in a row."""
         found, here = [], dict(held or {})
         for stage in stages if warm else ():
             for call in stage.needs(self.config):
@@ -158,12 +158,9 @@ class Memory:
 
     def require_memory(self, stages: Sequence[Needing], warm: bool = False) -> None:
         """Make room for a run: free recorded steps' memory, then sets of earlier requests, the
-        least recently used first, until it fits. Under `--memory auto` weights are kept less and
-        less on the device until it does.
-
+        least recently used first; under `--memory auto` keep weights less and less on the device.
         warm: every set that the run loads is there from its start on. Raises InputError if it does
-        not fit an empty device either.
-        """
+        not fit an empty device either."""
         self.backend.limit(self.options.max_memory)
         tried: dict[str, Any] = {}
 
@@ -285,13 +282,10 @@ class Memory:
         self.weights.residence = replace(self.weights.residence, road=found)
 
     def _ways(self, stages: Sequence[Needing]) -> Iterator[Way]:
-        """Ways to keep weights, from the fastest to the one that needs the least memory.
-
-        As the options say, decoded where they are stored in few bits: decoding them in every step
-        costs time (docs/gpus.md has an H200's). Then as they are stored; then freed once they are
-        used; then with the text encoder streamed, and with more and more of the transformer; then
-        all of that with nothing that blocks compute once for all steps kept.
-        """
+        """Ways to keep weights, from the fastest to the one that needs the least memory: decoded
+        where they are stored in few bits, which saves the time of every step (docs/gpus.md has an
+        H200's); as they are stored; freed once they are used; with the text encoder streamed, and
+        more and more of the transformer; all of that without what blocks keep for all steps."""
         self._keep((self.asked, Residence()))
         calls = [(stage.name, call) for stage in stages for call in stage.needs(self.config)]
         undecided = self.asked.weights_dtype is None and self.backend.device_kind != "cpu"

@@ -35,10 +35,9 @@ def open_session(
     checkpoint: Checkpoint | None = None,
     stages: StagesOf | None = None,
 ) -> Session:
-    """dtype: the default of a command that has another one than the device. checkpoint: the
-    options' own, if it is open already. stages: of the run to come, which choose the mesh if the
-    options do not; asked for only then. Raises InputError, for what is wrong with the checkpoint
-    before a framework is imported."""
+    """dtype: a command's own default. checkpoint: the options' own, if it is open already. stages:
+    of the run to come, which choose the mesh if the options do not. Raises InputError, about the
+    checkpoint before a framework is imported."""
     checkpoint = checkpoint or opened_checkpoint(options)
     backend = open_backend(options)
     if options.device == "auto" and backend.device_kind == "cpu":
@@ -74,11 +73,8 @@ def _chosen(
     named = options.profile or (options.mesh and options.num_gpus is None)
     if named or devices == 1 or device.kind == "cpu":
         return None
-    found = (
-        known_kind(device.kind, device.name, device.total_bytes)
-        if devices <= device.count
-        else None
-    )
+    known = devices <= device.count  # links to other hosts are unknown
+    found = known_kind(device.kind, device.name, device.total_bytes) if known else None
     here = [kind for kind in (None, *device_kinds().values()) if backend.agree(kind is found)]
     if len(here) > 1 or not here[0]:
         return None
@@ -130,16 +126,12 @@ def open_backend(options: ModelOptions) -> Backend:
     """The backend that the options ask for. Raises InputError. Without a mesh all TPUs are used,
     and all devices of several hosts, as the profile means them to be."""
     backend = get_backend(options.backend, options.device, options.mesh)
-    factory = get_factory(backend.name)
-    alone = (
-        backend.device_kind == "cpu" and factory.process_per_device and backend.num_processes == 1
-    )
+    factory, on_cpu = get_factory(backend.name), backend.device_kind == "cpu"
     # as accelerate sets it for all that it starts
-    if alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        note(
-            "accelerate started one process, as it does on a CPU; for several use torchrun or "
-            "--num-gpus N"
-        )
+    accelerated = factory.process_per_device and "ACCELERATE_MIXED_PRECISION" in os.environ
+    if accelerated and on_cpu and backend.num_processes == 1:
+        advice = "for several use torchrun or --num-gpus N"
+        note(f"accelerate started one process, as it does on a CPU; {advice}")
     if not options.mesh:
         mesh = mesh_of_all(options.backend, backend.device(), options.profile)
         return get_backend(options.backend, options.device, mesh) if mesh else backend
@@ -151,9 +143,7 @@ def open_backend(options: ModelOptions) -> Backend:
 
 def mesh_of_all(backend: str, device: DeviceInfo, profile: str | None) -> Mapping[str, int]:
     """The mesh of all devices, if `backend` takes several by default. Raises InputError."""
-    factory = get_factory(backend)
-    if device.count == 1 or not factory.takes_all(device):
-        return {}
-    if profile == "single" and device.hosts == 1:
+    factory, single = get_factory(backend), profile == "single" and device.hosts == 1
+    if device.count == 1 or single or not factory.takes_all(device):
         return {}
     return resolve(profile, factory.profile_key(device), {}, device.count)[1]

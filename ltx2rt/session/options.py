@@ -61,9 +61,8 @@ def parse_number(text: str) -> float | None:
 
 
 def from_tuple(given: Sequence[Any], *kinds: Callable[[Any], Any]) -> list[Any]:
-    """The parts of a tuple that a Python caller gave for a flag, each read by its kind. Raises
-    TypeError, ValueError or AttributeError, which `flags` makes an InputError that names the
-    flag."""
+    """The parts of a tuple that a Python caller gave for a flag, each read by its kind. Raises what
+    `flags` makes an InputError that names the flag."""
     if not 1 <= len(given) <= len(kinds):
         raise ValueError
     return [kind(part) for kind, part in zip(kinds[: len(given)], given, strict=True)]
@@ -308,14 +307,11 @@ class ModelOptions(PartFiles):
         if self.mesh and self.tp_size:
             raise InputError("--mesh and --tp-size say the same; give one of them")
         if launched > 1 and self.num_gpus not in (None, launched):
-            raise InputError(
-                f"--num-gpus: {self.num_gpus}, but {launched} processes were launched; leave the "
-                "flag out"
-            )
-        mesh = dict(self.mesh) or ({"tensor": self.tp_size} if self.tp_size else {})
+            said = f"{self.num_gpus}, but {launched} processes were launched"
+            raise InputError(f"--num-gpus: {said}; leave the flag out")
         devices = self.num_gpus or launched
-        if not mesh and devices > 1:
-            mesh = {"tensor": devices}
+        tensor = self.tp_size or (devices if devices > 1 else None)
+        mesh = dict(self.mesh) or ({"tensor": tensor} if tensor else {})
         if devices > 1 and (size := math.prod(mesh.values())) != devices:
             raise InputError(
                 f"mesh {mesh} is of {size} devices, {devices} are asked for; make the two agree"
@@ -327,10 +323,8 @@ class ModelOptions(PartFiles):
         check_bounds(self)
         existing("--model", self.model)
         if snapshots := sorted(self.model.glob("snapshots/*")):
-            raise InputError(
-                f"--model: {self.model} is a cache of the hub; pass its snapshot, such as "
-                f"{snapshots[-1]}"
-            )
+            advice = f"pass its snapshot, such as {snapshots[-1]}"
+            raise InputError(f"--model: {self.model} is a cache of the hub; {advice}")
         for option, path in self.parts.items():
             existing(FILES[option].flag, path)
         if self.config_from:
@@ -344,10 +338,8 @@ class ModelOptions(PartFiles):
         for lora in self.loras:
             existing_file("--lora", lora.path)
         if self.weights_dtype and self.dtype == "float32":
-            raise InputError(
-                f"--weights-dtype: {self.weights_dtype} weights go with --dtype bfloat16, not "
-                "float32; leave one out"
-            )
+            said = f"{self.weights_dtype} weights go with --dtype bfloat16, not float32"
+            raise InputError(f"--weights-dtype: {said}; leave one out")
 
     @property
     def parts(self) -> dict[str, Path]:
@@ -379,10 +371,8 @@ def existing(name: str, path: Path) -> None:
 def existing_file(name: str, path: Path) -> None:
     existing(name, path)
     if not path.is_file():
-        raise InputError(
-            f"{name}: {path} is {'a folder' if path.is_dir() else 'no regular file'}, expected a "
-            "file"
-        )
+        found = "a folder" if path.is_dir() else "no regular file"
+        raise InputError(f"{name}: {path} is {found}, expected a file")
 
 
 def plain(value: Any, path: Callable[[Path], Any] = str) -> Any:

@@ -1,8 +1,7 @@
 """One checkpoint on one backend, for any number of requests.
 
 Decides what outlives a request: graphs and programs by network and sizes (the least recently used
-go first), weights by network and LoRAs, the contexts of the latest prompts. Stages decide the order
-of calls, pipelines the stages.
+go first), weights by network and LoRAs, the contexts of the latest prompts.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from operator import methodcaller
 from typing import Any, TypeVar
 
 import numpy as np
@@ -100,10 +100,9 @@ class Session(Memory):
     # --- graphs, programs, weights ----------------------------------------------------------------
 
     def key(self, call: Call) -> tuple[Any, ...]:
-        """The key of the call's graph and program: calls that differ in times or who makes them
-        share one, and those that differ in LoRAs unless these change what is kept as it is
-        stored, or stay apart from the weights with other targets. Sessions on other meshes share the
-        keys of networks that are not cut."""
+        """The key of the call's graph and program. Calls with other LoRAs share one unless these
+        change stored weights, or stay apart with other targets; sessions on other meshes, of
+        networks that are not cut."""
         kept = self.weights.residence.keep_bytes if call.steps is not None else None
         stored = frozenset(self.weights.stored(call))
         cuts = self._placement(call).cuts(call.row.rules)
@@ -144,9 +143,8 @@ class Session(Memory):
             self.building(call.network)
             return lower(self.graph(call), self.options.layers, self.options.compile)
 
-        return kept(
-            self._programs, self.key(call), make, MAX_PROGRAMS, lambda program: program.release()
-        )
+        release = methodcaller("release")
+        return kept(self._programs, self.key(call), make, MAX_PROGRAMS, release)
 
     @contextmanager
     def compiling_ahead(self, stages: Sequence[Needing]) -> Iterator[None]:
@@ -192,11 +190,8 @@ class Session(Memory):
         start: int = 0,
     ) -> Iterator[dict[str, Any]]:
         """The step's outputs (videos, tokens, C) as device arrays after every step that the device
-        has finished.
-
-        feeds: the inputs that all steps share; per_step: the others, [steps, ...] each. num_steps:
-        how many of the steps run, None: all; start: the first of them that does.
-        """
+        has finished. feeds: the inputs that all steps share; per_step: the others, [steps, ...]
+        each. num_steps: how many of the steps run, None: all; start: the first of them."""
         steps = len(per_step["sigmas"])
         loop, weights = self.program(call), self.load(call)
         slots = loop.graph.inputs["sigmas"].type.shape[0]

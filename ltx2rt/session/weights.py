@@ -1,9 +1,8 @@
 """The weights of a session: sets on the device by network and LoRAs, each loaded once.
 
-Decides what sets share: a set with other LoRAs shares every tensor that merges alike with the set
-of the same network that is nearest, and only the others are read. And what the host keeps: a set
-that leaves an accelerator and will be back is put into the memory of the host, as long as that has
-room, instead of being read and merged again.
+Decides what sets share: a set with other LoRAs shares every tensor that merges alike with the
+nearest set of its network. And what the host keeps: a set that leaves an accelerator and will be
+back waits in the memory of the host, if that has room, instead of being read and merged again.
 """
 
 from __future__ import annotations
@@ -40,10 +39,9 @@ HOST_SHARE = 0.1  # share of the host's memory to leave free
 @dataclass(frozen=True)
 class Residence:
     """A run's way of keeping weights. offload: the text encoder leaves once the prompts are
-    encoded; reload: of each network one set at a time. streams: by network, how many pieces of it
-    are streamed; leave: sets that are freed behind a stage, by its name, because no later one reads
-    them. keep_bytes: for what blocks compute once for all steps, as of `hoist`. road: of pieces
-    that it streams and that no earlier run has left."""
+    encoded; reload: of each network one set at a time. streams: by network, how many of its pieces
+    are streamed; leave: sets that are freed behind a stage, by its name. keep_bytes: for what
+    blocks compute once for all steps, as of `hoist`. road: of newly loaded streamed pieces."""
 
     streams: Mapping[str, int] = field(default_factory=dict)
     leave: Mapping[str, tuple[WeightsKey, ...]] = field(default_factory=dict)
@@ -319,8 +317,8 @@ class WeightStore:
 
     def _park(self, key: WeightsKey) -> None:
         """Put a copy of a set that will be back into the host's memory if there is room, in the
-        place of those that were not loaded since this one was, the time before: sets that requests
-        load alternately displace none of them."""
+        place of sets not loaded since this one's load before the last: sets that requests load
+        alternately do not displace each other."""
         held, (before, _) = self.held[key], self._loaded_at.get(key, (0, 0))
         if key in self.parked or held.shares or not (self._parks and (self.again or before)):
             return
@@ -333,10 +331,8 @@ class WeightStore:
         if kept is not None:
             self.parked[key], self._parked_as[key] = kept, held.streamed
             if self.backend.is_main:
-                note(
-                    f"the host keeps the weights of {key[0]} in its memory, {size / 1e9:.3g} GB, "
-                    "for the next request"
-                )
+                said = f"the host keeps the weights of {key[0]} in its memory"
+                note(f"{said}, {size / 1e9:.3g} GB, for the next request")
 
     @property
     def held_bytes(self) -> int:
