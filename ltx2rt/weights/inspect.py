@@ -185,7 +185,7 @@ def _lora(path: Path) -> dict[str, Any]:
         "alpha": _one_or_all(round(own_scale(change) * change.rank, 6) for change in low),
         "parts": [PARTS[part].word for part in lora.parts],
         "unused": [*lora.unknown, *lora.skipped, *lora.unread],
-        "components": {"lora": _tensors(lora.file)},
+        "components": {"lora": _tensors(open_file(lora.file.path))},
     }
 
 

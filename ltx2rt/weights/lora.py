@@ -33,7 +33,7 @@ from ltx2rt.weights.files import (
 )
 from ltx2rt.weights.lora_config import lora_file, read_config
 from ltx2rt.weights.lora_keys import FORMS, holds_lora, parse, writer
-from ltx2rt.weights.lora_names import UNREAD, bare, part_of, target
+from ltx2rt.weights.lora_names import UNREAD, bare, part_of, target, unfused
 from ltx2rt.weights.names import collapse
 from ltx2rt.weights.packed import Fields
 from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION
@@ -46,6 +46,19 @@ Merging = Callable[[np.ndarray, Sequence[Factors], bool], Any]
 MAX_SCALE = 1000.0  # beyond any use; float32 overflows far above it
 NUM_CHUNKS = 16  # chunks of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
+# Parts of a fused projection's change that its projections share, and that each has its rows of.
+SHARED = ("down", "alpha", "norm", "hada_w1_b", "hada_w2_b")
+ROWS = (
+    "up",
+    "up_bias",
+    "magnitude",
+    "diff",
+    "diff_b",
+    "whole",
+    "whole_b",
+    "hada_w1_a",
+    "hada_w2_a",
+)
 # in the header of an IC-LoRA
 FACTORS = ("reference_downscale_factor", "reference_temporal_scale_factor")
 
@@ -130,9 +143,38 @@ class Merge:
         return f"{where}: {merged}" if where else merged
 
 
+class LoraFile(TensorFile):
+    """The file of a LoRA. A change of a fused projection is one of each of its projections, which
+    share `down` and have their rows of `up`. fused: the module in the file, for each of these."""
+
+    def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
+        metadata, stored = super()._header()
+        found, self.fused = dict(stored), {}
+        for name, (info, begin) in stored.items():
+            key = parse(name)
+            if not key or key.part not in (*SHARED, *ROWS) or not (own := unfused(key.module)):
+                continue
+            del found[name]
+            step = 0
+            if key.part in ROWS:
+                count, rest = divmod((*info.shape, 0)[0], len(own))
+                if rest or not count:
+                    said = f"{name} is {list(info.shape)}, expected rows of {len(own)} projections"
+                    raise InputError(f"{self.path}: {said}; pass another file")
+                info = TensorInfo((count, *info.shape[1:]), info.dtype)
+                step = info.nbytes
+            for i, module in enumerate(own):
+                new = module + name.removeprefix(key.module)
+                if new in found:
+                    raise InputError(f"{self.path}: {name} and {new} change one module")
+                found[new] = info, begin + i * step
+                self.fused[module] = key.module
+        return metadata, found
+
+
 def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
     """Read a LoRA's header, alphas and config; of a folder its one file. Raises InputError."""
-    file = TensorFile(lora_file(Path(path)))
+    file = LoraFile(lora_file(Path(path)))
     modules, unknown = _modules(file)
     ranks = {file.info(parts["down"]).shape[:1] for parts in modules.values() if "down" in parts}
     config = read_config(file, {rank for (rank,) in filter(None, ranks)})
@@ -153,7 +195,7 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
         if named.startswith(TEXT_PROJECTION):
             skipped.append(module)
             continue
-        stated = partial(config.scale, part_of(named), bare(module))
+        stated = partial(config.scale, part_of(named), bare(file.fused.get(module, module)))
         own_norm = base_norm and parts.get("magnitude", "").endswith("dora_scale")
         for tensor, change in changes_of(file, module, parts, strength, stated, own_norm).items():
             if not abs(change.scale) <= MAX_SCALE:  # nan is not

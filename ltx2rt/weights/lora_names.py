@@ -22,6 +22,7 @@ UNREAD = re.compile(
 )
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5")  # together they have every module of the family
 _BLOCK = re.compile(r"(blocks|layers)[_.](\d+)(?=[_.])")
+_FUSED = re.compile(r"(?P<start>.*?[._])(?:to_)?(?P<parts>qkv|kv)")
 _WORDS = (
     r"_*(?:lora|lycoris|base_model|model|diffusion_model|velocity_model|transformer|unet|dit|net"
     r"|prior|pipe|module|orig_mod|fsdp_wrapped_module|ema|student|generator|connectors|text_encoders?|te\d?|gemma_?\d+_\d+b(?:_it)?|gemma\d*"
@@ -49,6 +50,14 @@ def target(module: str, tensor: str = "weight") -> str | None:
         if (word := _WORD.match(name)) is None:
             return None
         name = name[word.end() :]
+
+
+def unfused(module: str) -> tuple[str, ...]:
+    """The modules that a fused one, such as `attn1.to_qkv`, is made of; none for any other."""
+    if (match := _FUSED.fullmatch(module)) is None or target(module):
+        return ()
+    found = tuple(f"{match['start']}to_{part}" for part in match["parts"])
+    return found if all(map(target, found)) else ()
 
 
 def bare(module: str) -> str:

@@ -1,6 +1,8 @@
 """LoRA: every key style finds its weight, scales are the tensor's own, and merging rounds as the
 official code."""
 
+import json
+
 import ltx2rt_tpu.weights
 import ml_dtypes
 import numpy as np
@@ -315,6 +317,53 @@ def test_merged_weights_are_loaded_as_merged(kind, dtype, tmp_path):
         read = source.read(Q)
         expected = backend.to_host(read).astype(BF16 if dtype == "bfloat16" else np.float32)
         np.testing.assert_array_equal(loaded, expected.astype(np.float32))
+
+
+@pytest.mark.parametrize("fused, words, parts", [
+    ("diffusion_model.transformer_blocks.0.attn1.to_qkv", "lora_A lora_B", "qkv"),
+    ("transformer.transformer_blocks.0.attn1.to_kv", "lora_A lora_B", "kv"),
+    ("lora_unet_transformer_blocks_0_attn1_qkv", "lora_down lora_up", "qkv"),
+])  # fmt: skip
+def test_a_fused_projection_is_merged_as_a_lora_of_each(tmp_path, fused, words, parts):
+    """They share A, and have their rows of B, of its bias and of DoRA's magnitudes."""
+    (down, up), count = words.split(), len(parts)
+    shapes = {f"{down}.weight": (3, 5), f"{up}.weight": (6 * count, 3), f"{up}.bias": (6 * count,)}
+    names = [Q.replace("to_q", f"to_{part}") for part in parts]
+    base = dict(zip(names, weights(np.float32).values(), strict=False))
+    base |= {name.replace("weight", "bias"): np.ones(6, np.float32) for name in names}
+    for more in ({}, {"dora_scale": (6 * count, 1)}):
+        rng, sizes = np.random.default_rng(3), shapes | more
+        arrays = {end: rng.standard_normal(sizes[end]).astype(np.float32) for end in sizes}
+        arrays["alpha"], each = np.float32(6), {}
+        for i, part in enumerate(parts):
+            own = {
+                e: x[6 * i : 6 * i + 6] if e in sizes and down not in e else x
+                for e, x in arrays.items()
+            }
+            each |= {f"{TO_Q[:-1]}{part}.{end}": x for end, x in own.items()}
+        whole = {f"{fused}.{end}": array for end, array in arrays.items()}
+        loras = (saved(tmp_path / f"{len(x)}.safetensors", x, 0.5) for x in (whole, each))
+        found, expected = (MergedSource(Memory(base), [lora], "float32") for lora in loras)
+        assert found.touched() == expected.touched() == base.keys()
+        for name in base:
+            np.testing.assert_array_equal(found.read(name), expected.read(name))
+        last = found.read(names[-1], (0, 1, 4))
+        np.testing.assert_array_equal(last, found.read(names[-1])[1:4])
+        if not more:
+            exact = base[names[-1]] + arrays[f"{up}.weight"][-6:] @ arrays[f"{down}.weight"]
+            np.testing.assert_allclose(last, exact[1:4], rtol=1e-5, atol=1e-5)
+
+
+def test_fused_projections_have_one_scale_and_whole_rows(tmp_path):
+    fused = TO_Q.replace("to_q", "to_qkv")
+    with refused(r"to_qkv.lora_B.weight is \[20, 3\], expected rows of 3 projections"):
+        saved(tmp_path / "l.safetensors", pair(fused, 1, out=20))
+    with refused("to_qkv.lora_A.weight and .*to_q.lora_A.weight change one module"):
+        saved(tmp_path / "l.safetensors", pair(fused, 1, out=18) | pair(TO_Q, 1))
+    config = {"r": 3, "lora_alpha": 3, "alpha_pattern": {"to_qkv": 6}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    lora = saved(tmp_path / "l.safetensors", pair(fused, 1, out=18))
+    assert [change.scale for change in lora.changes.values()] == [2, 2, 2]
 
 
 def headers(tmp_path, *headers):
