@@ -178,11 +178,6 @@ def test_repeat_threads_carries_weights_data_and_outputs(kind, form):
     np.testing.assert_allclose(outputs["states"], np.stack(states), rtol=1e-5, atol=1e-6)
 
 
-def test_unrolled_graph_reads_the_same_tensors():
-    graph = stack_of_layers()
-    assert unroll(graph).parameters() == graph.parameters()
-
-
 def test_misshapen_input_is_refused_by_name():
     graph = trace("net", lambda o: {"y": o.exp(o.input("x", D=4))}, "float32")
     with pytest.raises(ValueError, match=r"net: input x has shape \(5,\), expected f32\[D=4\]"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import LTX2VideoDiffusionDecoderModel
 
+from ltx2rt.graph import Graph
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.placement.cost import activation_bytes, flops
@@ -35,6 +36,13 @@ RELEASED = DiffusionDecoderConfig(
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 
 
+def both_graphs(grid, border, dtype="float32") -> list[Graph]:
+    """The graphs of the features and of the frames of a latent of this grid."""
+    shape = diffusion_decoder.whole(CONFIG, 1, grid, border)
+    features = diffusion_decoder.trace_features(CONFIG, 1, *grid, dtype)
+    return [features, diffusion_decoder.trace(CONFIG, shape, dtype)]
+
+
 @cache
 def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
     """diffusers' module and its parameters under official names, all random."""
@@ -47,9 +55,8 @@ def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
         decoder_stage5_kernel=c.windows[-1], decoder_t_emb_dim=c.timestep_width,
         decoder_timestep_scale_multiplier=c.timestep_scale,
     ).eval()  # fmt: skip
-    shape = diffusion_decoder.whole(c, 1, (3, 3, 3), "plain")
-    params = random_params(diffusion_decoder.trace_features(c, 1, 3, 3, 3, "float32"), seed=1)
-    params |= random_params(diffusion_decoder.trace(c, shape, "float32"), seed=2)
+    first, second = both_graphs((3, 3, 3), "plain")
+    params = random_params(first, seed=1) | random_params(second, seed=2)
     params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
     state = {}
     for name, value in params.items():
@@ -86,14 +93,9 @@ def expected(latent, noise, dtype=torch.float32) -> np.ndarray:
 
 
 def decode(kind, latent, noise, border, dtype="float32") -> np.ndarray:
-    _, params = reference()
-    batch, _, *grid = latent.shape
-    graph = diffusion_decoder.trace_features(CONFIG, batch, *grid, dtype)
-    features = run_graph(kind, graph, params, {"latent": latent})["features"]
-    graph = diffusion_decoder.trace(
-        CONFIG, diffusion_decoder.whole(CONFIG, batch, tuple(grid), border), dtype
-    )
-    return run_graph(kind, graph, params, {"features": features, "noise": noise})["frames"]
+    first, second = both_graphs(latent.shape[2:], border, dtype)
+    features = run_graph(kind, first, reference()[1], {"latent": latent})
+    return run_graph(kind, second, reference()[1], features | {"noise": noise})["frames"]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("numpy", marks=pytest.mark.long), *KINDS[1:]])
@@ -195,11 +197,7 @@ def test_full_size_costs_what_the_windows_cost():
 
 
 def test_a_file_of_both_networks_is_audited_for_each():
-    shape = diffusion_decoder.whole(CONFIG, 1, (3, 3, 3))
-    graphs = [
-        diffusion_decoder.trace_features(CONFIG, 1, 3, 3, 3, "float32"),
-        diffusion_decoder.trace(CONFIG, shape, "float32"),
-    ]
+    graphs = both_graphs((3, 3, 3), "chunked")
     sizes = {"vae.decoder.type_emb": 16, "vae.encoder.conv_in.conv.bias": 3}
     tensors = reference()[1] | {name: np.ones(size) for name, size in sizes.items()}
     for graph in graphs:

@@ -188,16 +188,24 @@ def row(o, name):
     return o.input(name, B=2, D=4)
 
 
+def normed(o, x=None):
+    return o.rms_norm(stream(o) if x is None else x, over=("D",), eps=1e-6)
+
+
+def residual(o, gate):
+    return o.add(stream(o), o.mul(stream(o, "y"), gate))
+
+
 @fuses({"gated_residual": 1})
 def scales_made_from_the_sum_do_not_fuse_with_it(o):
-    x = o.add(stream(o), o.mul(stream(o, "y"), row(o, "gate")))
+    x = residual(o, row(o, "gate"))
     scale = o.linear(o.mean(x, over=("tokens",)), "scale", {"D": 4})
-    return {"y": o.modulate(o.rms_norm(x, over=("D",), eps=1e-6), scale, row(o, "shift"))}
+    return {"y": o.modulate(normed(o, x), scale, row(o, "shift"))}
 
 
 @fuses({})
 def norm_that_others_read_too_is_kept(o):
-    n = o.rms_norm(stream(o), over=("D",), eps=1e-6)
+    n = normed(o)
     return {"y": o.modulate(n, row(o, "scale"), row(o, "shift")), "n": n}
 
 
@@ -209,9 +217,8 @@ def product_that_others_read_too_is_kept(o):
 
 @fuses({"norm_modulate": 1})
 def rows_that_are_made_later_move_up(o):
-    n = o.rms_norm(stream(o), over=("D",), eps=1e-6)
-    early = o.modulate(n, row(o, "scale"), row(o, "shift"))
-    used = o.linear(early, "early", {"D": 4})
+    n = normed(o)
+    used = o.linear(o.modulate(n, row(o, "scale"), row(o, "shift")), "early", {"D": 4})
     late = o.modulate(n, o.affine(row(o, "late_scale"), scale=0.5), row(o, "late_shift"))
     return {"y": o.add(used, late)}
 
@@ -219,7 +226,7 @@ def rows_that_are_made_later_move_up(o):
 @fuses({})
 def modulation_that_feeds_its_neighbour_is_kept_apart(o):
     """The second modulation's scale comes from the first."""
-    n = o.rms_norm(stream(o), over=("D",), eps=1e-6)
+    n = normed(o)
     early = o.modulate(n, row(o, "scale"), row(o, "shift"))
     return {"y": o.modulate(n, o.mean(early, over=("tokens",)), row(o, "late_shift"))}
 
@@ -237,37 +244,37 @@ def levels(o, name):
     return o.input(name, B=2, levels=2, D=4)
 
 
-def indexed(o, x, index="index", **axes):
-    return o.take(x, o.input(index, "int32", **(axes or {"tokens": 3})), axis="levels")
+def indexed(o, name, index="index", **axes):
+    index = o.graph.inputs.get(index) or o.input(index, "int32", **(axes or {"tokens": 3}))
+    return o.take(levels(o, name), index, axis="levels")
+
+
+def takes(model) -> int:
+    """Those of the fused graph."""
+    return sum(node.op == "take" for node in fuse(trace("net", model, "float32")).nodes)
 
 
 @pytest.mark.parametrize("axes", [{"tokens": 3}, {"B": 2, "tokens": 3}])
 def test_rows_by_level_beside_rows_per_sample_are_one_node(axes):
     def model(o):
-        index = o.input("index", "int32", **axes)
-        scale = o.take(levels(o, "scale"), index, axis="levels")
-        gate = o.take(levels(o, "gate"), index, axis="levels")
-        x = o.add(stream(o), o.mul(stream(o, "y"), gate))
-        n = o.rms_norm(x, over=("D",), eps=1e-6)
-        return {"x": x, "y": o.modulate(n, scale, row(o, "shift"))}
+        scale, gate = indexed(o, "scale", **axes), indexed(o, "gate")
+        x = residual(o, gate)
+        return {"x": x, "y": o.modulate(normed(o, x), scale, row(o, "shift"))}
 
-    assert checked(model) == {"residual_norm_modulate": 1}
-    assert not any(node.op == "take" for node in fuse(trace("net", model, "float32")).nodes)
+    assert checked(model) == {"residual_norm_modulate": 1} and not takes(model)
 
 
 def test_rows_of_two_indices_stay_per_token():
     def model(o):
-        scale, shift = indexed(o, levels(o, "scale")), indexed(o, levels(o, "shift"), "other")
-        return {"y": o.modulate(o.rms_norm(stream(o), over=("D",), eps=1e-6), scale, shift)}
+        scale, shift = indexed(o, "scale"), indexed(o, "shift", "other")
+        return {"y": o.modulate(normed(o), scale, shift)}
 
-    assert checked(model) == {"norm_modulate": 1}
-    assert sum(node.op == "take" for node in fuse(trace("net", model, "float32")).nodes) == 2
+    assert checked(model) == {"norm_modulate": 1} and takes(model) == 2
 
 
 @fuses({"norm_modulate": 1})
 def rows_per_token_stay_so_beside_rows_by_level(o):
-    scale, shift = indexed(o, levels(o, "scale")), stream(o, "shift")
-    return {"y": o.modulate(o.rms_norm(stream(o), over=("D",), eps=1e-6), scale, shift)}
+    return {"y": o.modulate(normed(o), indexed(o, "scale"), stream(o, "shift"))}
 
 
 def rotated(o, name, **sizes):

@@ -14,6 +14,7 @@ from ltx2rt_cuda import as_module
 from ltx2rt_cuda.distributed import Position
 from ltx2rt_cuda.factory import FACTORY
 from ltx2rt_cuda.ops import products
+from ltx2rt_cuda.program import to_torch
 from ltx2rt_cuda.quantised import QuantisedRows
 
 from benchmarks.launches import step_graphs
@@ -33,7 +34,7 @@ from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.lora import MergedSource, open_lora
-from tests.conftest import assert_near, refused
+from tests.conftest import assert_near, assert_same, refused
 from tests.placed_cases import TEXT, Case, positions, transformer_config
 from tests.stack_cases import LAYERS, MESH, as_bytes, blocks_graph, inputs, ops, params, stack
 from tests.virtual import on_devices
@@ -50,9 +51,8 @@ STEP = 2**-4
 
 
 def test_rows_are_scaled_to_the_largest_e4m3_number():
-    values, scale = quantise_rows(
-        np.array([[1, -7, 3.5], [0, 0, 0], [1e-3, 448e-3, 0.24e-3]], np.float32)
-    )
+    rows = np.array([[1, -7, 3.5], [0, 0, 0], [1e-3, 448e-3, 0.24e-3]], np.float32)
+    values, scale = quantise_rows(rows)
     assert values.astype(np.float32).tolist() == [[64, -448, 224], [0, 0, 0], [1, 448, 0.234375]]
     np.testing.assert_allclose(scale[[0, 2], 0], [7 / 448, 1e-3], rtol=2**-23)
     assert (values.astype(np.float32) * scale)[1].tolist() == [0, 0, 0]
@@ -75,10 +75,8 @@ def test_linear_errs_by_the_numbers_precision_whatever_its_length(columns):
     x, weight = rng.standard_normal((128, columns)), rng.standard_normal((96, columns))
     values, scale = quantise_rows(weight)
     plan = {"num_contracted": 1, "out_shape": (96,)}
-    y = products.quantised_linear(
-        torch.from_numpy(x).float(), torch.from_numpy(values.view(np.uint8)).view(torch.float8_e4m3fn),
-        torch.from_numpy(scale), **plan,
-    )  # fmt: skip
+    operands = (to_torch(a) for a in (x.astype(np.float32), values, scale))
+    y = products.quantised_linear(*operands, **plan)
     low, high = LINEAR_ERROR
     assert low <= relative_l2(y, x @ weight.T) <= high
 
@@ -86,22 +84,18 @@ def test_linear_errs_by_the_numbers_precision_whatever_its_length(columns):
 def test_scaled_matmul_gets_what_it_wants(monkeypatch):
     """torch has a GPU's product on the CPU: against the product in float32."""
     generator = torch.Generator().manual_seed(0)
-    x, weight, bias = (
-        torch.randn(n, generator=generator).bfloat16() for n in ((3, 5, 2, 32), (48, 64), (48,))
-    )
+    sizes = (3, 5, 2, 32), (48, 64), (48,)
+    x, weight, bias = (torch.randn(n, generator=generator).bfloat16() for n in sizes)
     values, scale = products.quantise_rows(weight)
     operands, plan = (x, values, scale, bias), {"num_contracted": 2, "out_shape": (12, 4)}
     assert products.float8_road(values, x.dtype) == "float32"
     expected = products.quantised_linear(*operands, **plan)
-    for road in ("tensor", "bfloat16"):
+    for road in ("tensor", "bfloat16", "rows"):
         monkeypatch.setattr(products, "float8_road", lambda *_, road=road: road)
-        found = products.quantised_linear(*operands, **plan)
-        assert relative_l2(found.float(), expected.float()) <= 2**-8
-    monkeypatch.setattr(products, "float8_road", lambda *_: "rows")
-    y = products.quantised_linear(*operands, **plan)
+        y = products.quantised_linear(*operands, **plan)
+        # Bfloat16 keeps 8 bits; the bias may be added after.
+        assert relative_l2(y.float(), expected.float()) <= 2**-8
     assert y.dtype == torch.bfloat16 and y.shape == (3, 5, 12, 4)
-    # Bfloat16 keeps 8 bits; the bias may be added after.
-    assert relative_l2(y.float(), expected.float()) <= 2**-8
     monkeypatch.setattr(products, "LONG_ROWS", 32)
     rows = []  # a product of few long rows there is none of
     counted = lambda x, *_, **__: rows.append(len(x)) or torch.zeros(len(x), 48)  # noqa: E731
@@ -141,7 +135,7 @@ def test_first_and_last_block_gates_and_everything_outside_stay():
     graph = quantise(stack(dtype="bfloat16"))
     assert ops(graph)["quantised_linear"] == 4 * (LAYERS - 2)
     assert ops(graph)["linear"] == 5 * 2 + (LAYERS - 2) + 1  # written-out blocks, gates, proj_out
-    (middle,) = (node.args["repeat"] for node in graph.nodes if node.op == "repeat")
+    (middle,) = graph.repeats
     assert middle.count == LAYERS - 2
     kept = {node.inputs[1].name for node in middle.body.nodes if node.op == "linear"}
     assert kept == {"blocks.1+*.to_gate_logits.weight"}
@@ -155,9 +149,9 @@ def test_first_and_last_block_gates_and_everything_outside_stay():
 
 
 def test_same_tensors_are_read():
-    original = {name: spec.shape for name, spec in stack().parameters().items()}
+    shapes = lambda graph: {n: spec.shape for n, spec in graph.parameters().items()}  # noqa: E731
     for graph in (quantise(stack()), pack(quantise(stack()))):
-        assert {name: spec.shape for name, spec in graph.parameters().items()} == original
+        assert shapes(graph) == shapes(stack())
 
 
 def test_unquantised_layers_are_exact_and_every_iteration_reads_its_own():
@@ -165,9 +159,8 @@ def test_unquantised_layers_are_exact_and_every_iteration_reads_its_own():
     matrices = {n: a for n, a in params().items() if a.ndim == 2 and "gate" not in n}
     middle = {name: a for name, a in matrices.items() if name.split(".")[1] in "123"}
     zeros = params() | {name: np.zeros_like(array) for name, array in middle.items()}
-    exact = interpret(stack(), zeros, inputs())
-    for key, value in interpret(quantise(stack()), zeros, inputs()).items():
-        assert np.array_equal(value, exact[key]), key
+    found = interpret(quantise(stack()), zeros, inputs())
+    assert_same(found, interpret(stack(), zeros, inputs()))
     for layer in "123":
         one = zeros | {name: array for name, array in middle.items() if name.split(".")[1] == layer}
         exact = interpret(stack(), one, inputs())
@@ -200,7 +193,7 @@ def test_norms_quantise_the_rows_of_all_products_behind_them(stage, monkeypatch)
     """Guided branches share some samples of a norm's result, gates read it as it is."""
     graph = step_graphs("tiny-2.3", (64, 64, 9, 2), "", "float8", (stage,))[stage]
     graph = FACTORY.as_run(graph, "cuda", steps=True)
-    (body,) = (n.repeat.body for n in graph.nodes if n.op == "repeat")
+    body = graph.repeats[0].body
     found = QuantisedRows.of(body)
     assert len(found.reads) == ops(body)["quantised_linear"] == 12 and found.unread
     one = Case.drawn(graph)
@@ -355,9 +348,8 @@ def check_jax_devices() -> None:
             assert np.array_equal(scales[i, :, device : device + 1], scale)
     assert {count for (_, *cuts), count in source.reads.items() if cuts} == {1}
     found = backend.lower(graph)(weights, inputs())
-    expected = interpret(graph, params(), inputs())
-    for key in expected:
-        assert relative_l2(backend.to_host(found[key]), expected[key]) <= 2e-3, key
+    found = {key: backend.to_host(x) for key, x in found.items()}
+    assert_near(found, interpret(graph, params(), inputs()), 2e-3)
     print("equal")
 
 
