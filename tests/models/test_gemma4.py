@@ -9,11 +9,10 @@ from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from ltx2rt.config import Gemma4Config
 from ltx2rt.models import gemma, gemma4
-from ltx2rt.testing import relative_l2, run_graph
+from ltx2rt.testing import relative_l2
 from ltx2rt.weights import configs
-from ltx2rt.weights.names import gemma_to_canonical
 from tests.conftest import refused
-from tests.models.gemma_cases import BATCH, IDS, MASK, TOKENS, check_each, check_rounded, reference
+from tests.models.gemma_cases import MASK, reference, states_of
 
 LAYERS = 6
 
@@ -43,15 +42,6 @@ def build(dtype: torch.dtype = torch.float32) -> Gemma4UnifiedTextModel:
     return model
 
 
-def config_of(model: Gemma4UnifiedTextModel) -> Gemma4Config:
-    return configs.gemma(configs.Keys(model.config.to_dict(), "config.json"))
-
-
-def params_of(model: Gemma4UnifiedTextModel) -> dict[str, np.ndarray]:
-    named = model.state_dict().items()
-    return {gemma_to_canonical(f"model.{n}"): tensor.float().numpy() for n, tensor in named}
-
-
 @pytest.fixture(scope="module")
 def model():
     return build()
@@ -60,22 +50,6 @@ def model():
 @pytest.fixture(scope="module")
 def expected(model):
     return reference(model)
-
-
-def states_of(kind, model, config, dtype="float32", layers="scan") -> np.ndarray:
-    graph, feeds = gemma4.trace(config, BATCH, TOKENS, dtype), gemma4.feeds(config, IDS, MASK)
-    return run_graph(kind, graph, params_of(model), feeds, layers)["hidden_states"]
-
-
-@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
-def test_every_state_equals_transformers_on_tokens_and_padding(model, expected, kind):
-    check_each(states_of(kind, model, config_of(model)), expected, LAYERS)
-
-
-@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
-def test_bfloat16_is_at_most_twice_as_far_as_transformers_own(model, expected, kind):
-    states = states_of(kind, model, config_of(model), "bfloat16")
-    check_rounded(states, reference(build(torch.bfloat16)), expected, (3, LAYERS))
 
 
 def _each(model, change) -> None:
@@ -168,7 +142,7 @@ def test_what_is_no_dense_gemma_4_is_refused(model):
 
 
 def test_layers_written_out_give_the_same(model, expected):
-    states = states_of("cuda", model, config_of(model), layers="unrolled")
+    states = states_of("cuda", model, layers="unrolled")
     assert relative_l2(states[MASK == 1], expected[MASK == 1]) < 1e-5
 
 
