@@ -25,7 +25,7 @@ from weakref import finalize
 import numpy as np
 
 from ltx2rt.backend import chosen_backend, get_factory
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, singular
 from ltx2rt.flags import keywords
 from ltx2rt.media.images import on_disk
 from ltx2rt.media.output import write_clip
@@ -66,7 +66,7 @@ class Clip:
     def __repr__(self) -> str:
         sound = "no sound" if self.waveform is None else f"sound at {self.sample_rate} Hz"
         count, height, width, _ = self.frames.shape
-        return f"<Clip of {count} frames {width}x{height}, {sound}, seed {self.seed}>"
+        return singular(f"<Clip of {count} frames {width}x{height}, {sound}, seed {self.seed}>")
 
     def save(
         self,

@@ -1,12 +1,28 @@
 """The errors a user or a file can cause. The command line prints them as one line and exits with
 2."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+ONE = re.compile(
+    r"(?<![\w./-])1 (?:(byte|channel|clip|device|file|frame|head|image|job|layer|line|module|pixel"
+    r"|prompt|sample|segment|step|tensor|token|video)s|(process)es)"
+    r"( are| belong| differ| have| wait| were)?(?![\w/-]|\.\w)"
+)
+VERBS = {" are": " is", " have": " has", " were": " was", None: ""}
+
+
+def singular(text: str) -> str:
+    """Mend nouns and verbs after a 1: `1 frames are` becomes `1 frame is`."""
+    return ONE.sub(lambda m: f"1 {m[1] or m[2]}{VERBS.get(m[3], f'{m[3]}s')}", text)
 
 
 class InputError(ValueError):
     """Bad input: says what was found, what was expected, and what to do."""
+
+    def __init__(self, text: str):
+        super().__init__(singular(text))
 
 
 @contextmanager

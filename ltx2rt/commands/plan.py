@@ -12,7 +12,7 @@ from typing import Any
 
 from ltx2rt.atomic_file import check_outputs
 from ltx2rt.commands.options import json_flag, planned_flags, planned_options
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, singular
 from ltx2rt.flags import add_flags, given_flags, groups
 from ltx2rt.graph.encodings import ENCODINGS
 from ltx2rt.instruments.make import standing_for
@@ -88,7 +88,7 @@ def to_text(found: Estimate, verbose: bool = False) -> str:
         lines.append(f"price: {found.price_per_clip:.4f} a clip, {rate}")
     if verbose:
         lines += [_exchanges(found)] * bool(mesh) + list(found.notes)
-    return "\n".join([*lines, *_layouts(found)])
+    return singular("\n".join([*lines, *_layouts(found)]))
 
 
 def _layouts(found: Estimate) -> Iterator[str]:

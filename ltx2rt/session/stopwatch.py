@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
-from ltx2rt.errors import Cancelled
+from ltx2rt.errors import Cancelled, singular
 from ltx2rt.media.output import files_of
 
 T = TypeVar("T")
@@ -85,7 +85,7 @@ class Stopwatch:
 
     def say(self, line: str) -> None:
         if self.stream is not None:
-            print(line, file=self.stream, flush=True)
+            print(singular(line), file=self.stream, flush=True)
 
     def check(self) -> None:
         """Raise Cancelled if the run is cancelled, in all processes alike, which must all ask."""
@@ -109,7 +109,7 @@ class Stopwatch:
                 self.say(f"{text} ...")
             yield
             return
-        print(f"{text} ...", end="\r", file=self.stream, flush=True)
+        print(f"{singular(text)} ...", end="\r", file=self.stream, flush=True)
         try:
             yield
         finally:

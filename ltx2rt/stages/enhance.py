@@ -242,10 +242,8 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
         if not any(unused in name for unused in ("vision", "multi_modal", "audio"))
     ):
         family = "Gemma 3" if kind in GEMMA3 else "Gemma 4"
-        raise InputError(
-            f"{folder}: {len(missing)} tensors of {family} are missing, first {missing[0]}; "
-            "download it again"
-        )
+        lacking = f"{family} lacks {len(missing)} tensors, first {missing[0]}"
+        raise InputError(f"{folder}: {lacking}; download it again")
     return model.eval().requires_grad_(False)
 
 

@@ -172,7 +172,7 @@ REFUSED = {
         REF + "ref.mov:1.5": "strength 1.5 of",
         REF + "light": "is a folder, expected a file; to EXR images add --hdr",
         REF + "--conditioning-attention-strength 1.01": "attention-strength: 1.01, expected 0 to 1",
-        REF + "--conditioning-attention-mask one.mov": "one.mov has 1 frames, expected 3 or more",
+        REF + "--conditioning-attention-mask one.mov": "one.mov has 1 frame, expected 3 or more",
         REF + "--conditioning-attention-mask twelve.mov": "twelve.mov has 12 frames, expected 3",
         REF + "--width 192": "--width: 192, expected divisible by 128 (ic-lora with a LoRA for",
         REF + "--height 64": "--height: 64, expected divisible by 128",

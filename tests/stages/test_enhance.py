@@ -136,7 +136,7 @@ def test_the_made_gemma_is_whole_and_a_damaged_one_is_refused(folder, tmp_path):
     tensors = load_file(gemma / "model.safetensors")
     del tensors["language_model.model.layers.2.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "gemma" / "model.safetensors", {"format": "pt"})
-    with refused(r"1 tensors of Gemma 3 are missing, first .*layers\.2\.mlp\.up_proj\.weight"):
+    with refused(r"Gemma 3 lacks 1 tensor, first .*layers\.2\.mlp\.up_proj\.weight"):
         load(tmp_path / "gemma", "float32", on_gpu=False)
 
 

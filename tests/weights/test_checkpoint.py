@@ -177,7 +177,7 @@ def test_damaged_metadata_and_later_generations_are_refused(official):
 
 def test_a_tensor_of_no_component_is_refused(official):
     rewrite(official / MAIN, **{"duration_head.0.weight": np.ones(2, F32)})
-    with refused(r"1 tensors belong to no component: duration_head\.\*\.weight"):
+    with refused(r"1 tensor belongs to no component: duration_head\.\*\.weight"):
         open_checkpoint(official)
 
 
@@ -229,7 +229,7 @@ def test_a_quantised_file_without_known_scales_is_refused_when_it_is_opened(offi
     name = "model.diffusion_model.transformer_blocks.0.attn1.to_q.weight"
     changed = {name: np.zeros((128, 128), DTYPES[dtype])}
     rewrite(official / MAIN, **changed | ({f"{name}_scale": F32.type(0)} if dtype == "U8" else {}))
-    with refused(r"1 tensors are .* without the scales.*bfloat16 file.*--weights-dtype float8"):
+    with refused(r"1 tensor is .* without the scales.*bfloat16 file.*--weights-dtype float8"):
         open_checkpoint(official)
 
 

@@ -357,7 +357,7 @@ def test_another_model_needs_the_config_of_a_file(folder, tiny, tmp_path, genera
     path = folder / "transformer.gguf"
     tensors = {name.removeprefix(PREFIX): array for name, array in arrays_of(path).items()}
     rewrite(path, tensors | {"proj_out.bias": np.ones(7, np.float32)})
-    with refused(r"no known release \(nearest: tiny-2\.3, 1 tensors differ: .*proj_out\.bias\)"):
+    with refused(r"no known release \(nearest: tiny-2\.3, 1 tensor differs: .*proj_out\.bias\)"):
         open_checkpoint(path)
     named = tiny("tiny-2.3", "official") / "tiny-2.3.safetensors"
     found = open_checkpoint(path, config_from=named)
