@@ -93,28 +93,20 @@ def test_clips_in_segments(admission):
     assert lines["clip"] == job["clip"] | {"seed": lines["clip"]["seed"]}
     fields = found.limits()["pipelines"]["one-stage"]["fields"]
     assert fields["segment_prompts"]["items"] == {"type": "string"}
-    for more, message in (
-        (
-            {"length": 2, "segment_prompts": {"b": 1}},
-            "segment_prompts: expected a list of at most 64",
-        ),
-        ({"length": 2, "segment_prompts": ["b", 5]}, "segment_prompts: expected a list"),
-        (
-            {"length": 2, "overlap": 9, "segment_prompts": ["b"] * 3},
-            "4 are given, but the clip has 3",
-        ),
+    several = "expected a list of at most 64"
+    refuses(
+        found, given,
+        ({"length": 2, "segment_prompts": {"b": 1}}, f"segment_prompts: {several}"),
+        ({"length": 2, "segment_prompts": ["b", 5]}, f"segment_prompts: {several}"),
+        ({"length": 2, "overlap": 9, "segment_prompts": ["b"] * 3}, "4 are given, but the clip has 3"),
         ({"length": 2, "segment_prompts": [" "]}, "prompt: one is empty"),
         ({"length": 121, "overlap": 9}, "121 s, expected at most 120 s here"),
         ({"length": 5, "num_frames": 57}, "seconds: given beside"),
         ({"length": "nan"}, "seconds"),
-        ({"length": 5, "n": 2}, "num-videos: does not go with a clip in segments"),
+        ({"length": 5, "n": 2}, "num.videos: does not go with a clip in segments"),
         ({"length": 5, "overlap": 26}, "the nearest are 25 and 33"),
         ({"length": 5, "parts_folder": "/tmp"}, "parts_folder"),
-    ):
-        with pytest.raises(Refusal) as refused:
-            found.admit({**given, **more})
-        text = str(refused.value).replace("_", "-")
-        assert message.replace("_", "-") in text, (more, text)
+    )  # fmt: skip
 
 
 def test_pixels_are_not_decoded_where_requests_are_planned(admission, tmp_path, monkeypatch):
@@ -267,8 +259,8 @@ def test_prompts_are_written_out_where_the_server_has_a_gemma(admission, tiny, t
         admission(enhancer=tmp_path, **how)
 
 
-LONG = {"num_frames": 57, "overlap": 9, "segment_frames": 25}
-HOSTILE = [  # what a request says of segments and the like, and the field that is refused
+LONG, HDR = {"num_frames": 57, "overlap": 9, "segment_frames": 25}, {"hdr": "ACESCG"}
+HOSTILE = [  # what a request says of segments and light, and the field that is refused
     *(({**LONG, **more}, field) for more, field in (
         ({"num_frames": 0}, "num_frames"), ({"num_frames": 10**12}, "num_frames"),
         ({"segment_frames": 26}, "segment_frames"), ({"segment_frames": 10**9}, "segment_frames"),
@@ -290,25 +282,6 @@ HOSTILE = [  # what a request says of segments and the like, and the field that 
         ("enhance_prompt", True), ("prompt_enhancer", "/etc"), ("parts_folder", "/tmp"),
         ("number", 3),
     )),
-]  # fmt: skip
-
-
-def test_hostile_requests_for_segments_are_refused(admission):
-    """Each with the field that is wrong, in one sentence, and nothing of this machine."""
-    found = admission(distilled_lora=NO_LORA, assume="dev")
-    assert len(HOSTILE) >= 60
-    for more, field in HOSTILE:
-        with pytest.raises(Refusal) as refused:
-            found.admit({**CLIP, "pipeline": "one-stage", **more})
-            pytest.fail(f"{more} was taken")
-        answer = refused.value
-        assert answer.status == 400 and len(str(answer)) < 2000, more
-        assert field is None or answer.param == field, (more, str(answer))
-        assert "Traceback" not in str(answer) and "/tmp/" not in str(answer), more
-
-
-HDR = {"hdr": "ACESCG"}
-HOSTILE_HDR = [
     *(({"hdr": x}, "hdr") for x in ("acescg", "", "PQ", 1, True, ["ACESCG"], {"a": 1}, "\0", "x" * 5000)),
     *((HDR | {"hdr_transfer": x}, "hdr_transfer") for x in ("PQ", "", 16, ["pq"], True)),
     *((HDR | {"hdr_frames": x}, "hdr_frames") for x in ("yes", 1, "", [], {"a": 1}, "true\0")),
@@ -324,26 +297,26 @@ HOSTILE_HDR = [
 ]  # fmt: skip
 
 
-def test_hostile_requests_for_high_dynamic_range_are_refused(admission, tmp_path):
-    """Each with the field that is wrong; nothing is written."""
+def test_hostile_requests_are_refused(admission, tmp_path):
+    """Each with the field that is wrong, in one sentence, and nothing of this machine; nothing is
+    written."""
     found = admission(distilled_lora=NO_LORA, assume="dev")
     names = {key: hashlib.sha256(key.encode()).hexdigest() for key in "pe"}
     Image.new("RGB", (64, 64)).save(tmp_path / names["p"], "PNG")
     light = exr_bytes(np.ones((64, 64, 3), np.float32), "ACESCG")
     (tmp_path / f"{names['e']}.exr").write_bytes(light)
     there = sorted(tmp_path.iterdir())
-    assert len(HOSTILE_HDR) >= 20
-    for more, field in HOSTILE_HDR:
+    for more, field in HOSTILE:
         more = json.loads(json.dumps(more))
         for image in more.get("images", ()):
             image["file_id"] = names.get(image["file_id"], image["file_id"])
         with pytest.raises(Refusal) as refused:
             found.admit({**CLIP, "pipeline": "one-stage", **more})
             pytest.fail(f"{more} was taken")
-        answer = refused.value
-        assert answer.status == 400 and len(str(answer)) < 2000, more
-        assert answer.param == field, (more, str(answer))
-        assert "/tmp/" not in str(answer) and names["e"] not in str(answer), (more, str(answer))
+        said = str(refused.value)
+        assert refused.value.status == 400 and len(said) < 2000, more
+        assert field is None or refused.value.param == field, (more, said)
+        assert not [x for x in ("Traceback", "/tmp/", names["e"]) if x in said], (more, said)
     taken = {**CLIP, "pipeline": "one-stage", **HDR, "images": [{"file_id": names["e"]}]}
     job = found.admit(taken | {"hdr_frames": "TRUE"}).job
     assert job["images"] == [[names["e"] + ".exr", 0, 1.0]] and job["frames"] is True

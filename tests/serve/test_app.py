@@ -68,7 +68,7 @@ def test_every_method_of_the_official_client(server, tmp_path):
         video = api.videos.create_and_poll(**asked, extra_body=own, **soon)
         assert (video.status, video.progress) == ("completed", 100)
         assert (video.size, video.seconds) == ("64x64", "0.375")
-        assert video.expires_at is None and video.x["kept_until"] is None
+        assert video.expires_at == video.x["kept_until"] == video.completed_at + 7 * 86400
         assert video.x["seed"] == 7 and video.x["settings"]["num_frames"] == 9
         assert api.videos.retrieve(video.id).id == video.id
         assert api.videos.download_content(video.id).content == f"{video.id} 7".encode()

@@ -38,10 +38,8 @@ def page(browser):
     """One whose errors fail the test."""
     opened, errors = browser.new_page(viewport={"width": 1100, "height": 900}), []
     opened.on("pageerror", lambda error: errors.append(str(error)))
-    opened.on(
-        "console",
-        lambda message: errors.append(message.text) if "Content Security" in message.text else None,
-    )
+    policy = "Content Security"
+    opened.on("console", lambda said: policy in said.text and errors.append(said.text))
     opened.set_default_timeout(90_000)
     yield opened
     opened.close()
@@ -87,6 +85,20 @@ def set_fields(page, **fields):
             field.select_option(value)
         else:
             field.fill(value)
+
+
+def send(page, prompt):
+    """The row of a new job, once its clip is made."""
+    page.fill("#prompt", prompt)
+    page.click("#send")
+    row = page.locator("#jobs li", has_text=prompt.partition(": ")[2])
+    row.locator("text=Watch").first.wait_for()
+    return row
+
+
+def latest(server):
+    """Settings of the latest job."""
+    return server.http.get("/v1/videos?limit=1").json()["data"][0]["x"]["settings"]
 
 
 def act(row, what):
@@ -170,44 +182,31 @@ def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, t
     page.click("#send")
     row = page.locator("#jobs li", has_text="sung")
     row.locator("img[alt='what it looks like so far']").wait_for(state="attached")
-    until(
-        page,
-        "document.querySelector('#jobs .bars "
-        "img')?.getAttribute('src')?.includes('variant=preview')",
-    )
-    row.locator("text=Watch 2").wait_for()
-    first = page.evaluate("fetch('v1/videos?limit=1').then(answer => answer.json())")["data"][0]
-    assert first["x"]["settings"]["n"] == 2 and len(first["x"]["urls"]["videos"]) == 2
+    shown = "document.querySelector('#jobs .bars img')?.getAttribute('src')"
+    until(page, f"{shown}?.includes('variant=preview')")
     row.locator("text=Watch 2").click()
     assert "video=1" in page.get_attribute("#result video", "src")
+    assert (first := latest(server))["n"] == 2
     choose(page, "Text to video")
     act(row, "Use these settings")
     assert page.is_checked("[value='Sound to video']")
     assert page.input_value("[data-field=n]") == "2"
     assert "the sound of that video" in page.inner_text("#front")
-    page.fill("#prompt", "1:0.01: again")
-    page.click("#send")
-    page.locator("#jobs li", has_text="again").locator("text=Watch 1").wait_for()
-    again = page.evaluate("fetch('v1/videos?limit=1').then(answer => answer.json())")["data"][0]
-    assert again["x"]["settings"]["audio_path"] == first["x"]["settings"]["audio_path"]
+    send(page, "1:0.01: again")
+    assert latest(server)["audio_path"] == first["audio_path"]
     choose(page, "Redo a part")
     assert page.is_hidden("#seconds")
     page.set_input_files("[data-file=video_path]", tmp_path / "moving.mp4")
-    page.fill("#prompt", "1:0.01: retaken")
     set_fields(page, start_time="0.3", end_time="0.6", n="", seed="", guided="true")
-    page.click("#send")
-    page.locator("#jobs li", has_text="retaken").locator("text=Watch").wait_for()
+    send(page, "1:0.01: retaken")
     choose(page, "Follow a clip")
     page.set_input_files("[data-file=video_conditioning]", tmp_path / "moving.mp4")
     page.click("#loras summary")
     page.check("[data-use=style]")
-    page.fill("#prompt", "1:0.01: followed")
     set_fields(page, width="128", height="128")
-    page.click("#send")
-    page.locator("#jobs li", has_text="followed").locator("text=Watch").wait_for()
-    followed = page.evaluate("fetch('v1/videos?limit=1').then(answer => answer.json())")["data"][0]
-    assert len(followed["x"]["settings"]["video_conditioning"]) == 1
-    assert followed["x"]["settings"]["loras"][0]["name"] == "style"
+    send(page, "1:0.01: followed")
+    assert len(latest(server)["video_conditioning"]) == 1
+    assert latest(server)["loras"][0]["name"] == "style"
     page.click("[data-zone=video_conditioning] button")
     page.set_input_files("[data-file=video_conditioning]", tmp_path / "song.wav")
     until(page, "document.querySelector('#problem').textContent.includes('holds no video')")
@@ -255,10 +254,8 @@ def test_a_part_has_two_handles_and_a_region_is_drawn(server, page, tmp_path):
     page.fill("#field-start_time", "0.5")
     assert page.input_value("[aria-label='start of the part']") == "0.5"
     until(page, "/64 . 64.*1.04 s/.test(document.querySelector('#time').textContent)")
-    page.click("#send")
-    page.locator("#jobs li", has_text="a part").locator("text=Watch").wait_for()
-    (video,) = server.http.get("/v1/videos?limit=1").json()["data"]
-    assert [video["x"]["settings"][f"{at}_time"] for at in ("start", "end")] == [0.5, 0.74]
+    send(page, "1:0: a part")
+    assert [latest(server)[f"{at}_time"] for at in ("start", "end")] == [0.5, 0.74]
     choose(page, "Replace a region")  # of the same clip
     frame = page.locator(".shown .frame")
     until(page, "document.querySelector('.shown .frame video').readyState > 1")
@@ -269,11 +266,8 @@ def test_a_part_has_two_handles_and_a_region_is_drawn(server, page, tmp_path):
     page.mouse.up()
     drawn = [int(number) for number in page.input_value("#field-mask_box").split(",")]
     assert drawn == pytest.approx([16, 32, 32, 16], abs=1)
-    page.fill("#prompt", "1:0: a region")
-    page.click("#send")
-    page.locator("#jobs li", has_text="a region").locator("text=Watch").wait_for()
-    (video,) = server.http.get("/v1/videos?limit=1").json()["data"]
-    assert video["x"]["settings"]["mask_box"] == drawn
+    send(page, "1:0: a region")
+    assert latest(server)["mask_box"] == drawn
 
 
 def test_the_size_follows_the_picture_or_the_cut_is_shown(server, page, tmp_path):
@@ -294,9 +288,8 @@ def test_the_size_follows_the_picture_or_the_cut_is_shown(server, page, tmp_path
     until(page, "/43 % of its height is cut/.test(document.querySelector('#pictures').innerText)")
     until(page, "/768 . 512/.test(document.querySelector('#time').textContent)")
     kept = "getComputedStyle(document.querySelector('#pictures i'))"
-    share = page.evaluate(
-        f"parseFloat({kept}.height) / document.querySelector('#pictures img').height"
-    )
+    whole = "document.querySelector('#pictures img').height"
+    share = page.evaluate(f"parseFloat({kept}.height) / {whole}")
     assert share == pytest.approx(512 / 900, abs=0.01)  # of 768x900, the picture that covers it
     choose(page, "Between photos")
     page.set_input_files("#picture", tmp_path / "portrait.png")
@@ -305,8 +298,7 @@ def test_the_size_follows_the_picture_or_the_cut_is_shown(server, page, tmp_path
     assert page.inner_text("#problem") == ""
 
 
-def test_a_finished_clip_is_where_others_begin(start, page, tmp_path):
-    server = start("--keep", 86400)
+def test_a_finished_clip_is_where_others_begin(server, page, tmp_path):
     page.goto(server.url)
     made = server.until(server.add("1:0: the first"))
     (server.data / f"out/{made['id']}.1.mp4").write_bytes(moving(tmp_path))
@@ -315,9 +307,7 @@ def test_a_finished_clip_is_where_others_begin(start, page, tmp_path):
     page.locator("#front video").wait_for()
     assert page.is_checked("[value='Continue a clip']")
     assert page.input_value("#prompt") == "1:0: the first"
-    page.fill("#prompt", "1:0: continued")
-    page.click("#send")
-    page.locator("#jobs li", has_text="continued").locator("text=Watch").wait_for()
+    send(page, "1:0: continued")
     row.locator("button", has_text="Redo a part").click()
     page.locator(".line").wait_for()
     row.locator("button", has_text="Use last frame").click()
@@ -326,7 +316,7 @@ def test_a_finished_clip_is_where_others_begin(start, page, tmp_path):
     assert page.is_checked("[value='Animate a photo']")
     assert "kept until" in row.inner_text()
     row.locator("button", has_text="Keep").click()
-    until(page, "/; kept$/m.test(document.querySelector('#jobs li:last-child').innerText)")
+    row.locator("text=/; kept$/m").first.wait_for()
     assert server.get(made["id"])["x"]["pinned"]
 
 
@@ -336,9 +326,8 @@ def test_the_page_works_under_a_path(server, page, tmp_path):
     page.on("response", lambda answer: answer.status == 404 and lost.append(answer.url))
     with under_a_path(server.url) as url:
         page.goto(url)
-        fill(page, "1:0: under a path")
-        page.click("#send")
-        row = page.locator("#jobs li", has_text="under a path")
+        fill(page, "")
+        row = send(page, "1:0: under a path")
         row.locator("button", has_text="Watch").click()
         assert page.evaluate("document.querySelector('#result video').src").startswith(url)
         row.locator("summary").click()
@@ -378,10 +367,8 @@ def test_jobs_are_cancelled_by_keyboard_and_survive_a_reload(server, page, brows
     row.locator("progress").first.wait_for()
     second = browser.new_page()
     second.goto(server.url)
-    cancel = second.locator("#jobs li", has_text="from the keyboard").locator(
-        "button", has_text="Cancel"
-    )
-    cancel.focus()
+    cancelled = second.locator("#jobs li", has_text="from the keyboard")
+    cancelled.locator("button", has_text="Cancel").focus()
     second.keyboard.press("Enter")
     row.locator("text=cancelled").wait_for()
     second.close()
@@ -460,18 +447,13 @@ def test_what_a_person_expects_of_a_form_and_a_list(server, page, images):
     page.reload()  # the draft is kept
     page.wait_for_selector("#order")
     assert page.input_value("#prompt").startswith("3:0.01: first")
-    assert [page.input_value(f"#{n}") for n in ("pipeline", "width", "field-seed")] == [
-        "one-stage",
-        "64",
-        "7",
-    ]
+    kept = [page.input_value(f"#{name}") for name in ("pipeline", "width", "field-seed")]
+    assert kept == ["one-stage", "64", "7"]
     page.focus("#prompt")
     page.keyboard.press("Control+Enter")
     first = page.locator("#jobs li", has_text="first to be")
     first.locator("button", has_text="Watch").wait_for()
-    fill(page, "3:0.01: second")
-    page.click("#send")
-    second = page.locator("#jobs li", has_text="second")
+    second = send(page, "3:0.01: second")
     act(second, "Compare")
     first.locator("button", has_text="Watch").click()
     sources = "[...document.querySelectorAll('#result video')].map(v => v.src).filter(Boolean)"
@@ -525,19 +507,16 @@ def test_what_a_person_expects_of_a_form_and_a_list(server, page, images):
 
 
 @pytest.mark.long
-def test_a_token_is_asked_for_once(start, page, tmp_path):
-    (tmp_path / "tokens").write_text("ann ann-token-0123456789\n")
-    server = start("--token-file", tmp_path / "tokens")
-    page.goto(server.url)
+def test_a_token_is_asked_for_once(guarded, page):
+    page.goto(guarded.url)
     page.fill("#login input", "wrong")
     page.click("#login button")
     page.wait_for_selector("#login .error:not(:empty)")
     page.fill("#login input", "ann-token-0123456789")
     page.keyboard.press("Enter")
     page.wait_for_selector("#order")
-    fill(page, "1:0")
-    page.click("#send")
-    page.wait_for_selector("text=Watch")
+    fill(page, "")
+    send(page, "1:0: with a token")
     page.reload()
     page.wait_for_selector("text=Watch")
     cookies = json.dumps(page.context.cookies())

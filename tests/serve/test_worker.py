@@ -25,7 +25,7 @@ import ltx2rt.serve.worker
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.instruments.compare import compare
-from ltx2rt.media.mp4 import opened, whole_fragments
+from ltx2rt.media.mp4 import whole_fragments
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.serve.folder import STORAGE
 from ltx2rt.serve.worker import DEVICE_WAIT_S, Pipe, attempt, next_job, room, work
@@ -49,9 +49,8 @@ class Worker:
 
     def run(self, folder, number, epoch=1, pipeline="one-stage", n=1, **clip):
         job = {"pipeline": pipeline, "clip": CLIP | clip, "n": n, "images": [], "loras": []}
-        self.send(
-            do="run", id=f"j{number}", epoch=epoch, stem=str(folder / f"j{number}.{epoch}"), **job
-        )
+        stem = str(folder / f"j{number}.{epoch}")
+        self.send(do="run", id=f"j{number}", epoch=epoch, stem=stem, **job)
 
     def events(self, *last):
         """Events up to the first of a kind in `last`."""
@@ -80,9 +79,7 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     with ltx2rt.open(model, backend="cuda", device="cpu") as session:
         clip = session.generate(**CLIP | {"pipeline": "one-stage", "steps": 25})
     clip.save(tmp_path / "direct.mp4")
-    with opened(tmp_path / "j1.1.mp4") as served, opened(tmp_path / "direct.mp4") as direct:
-        for a, b in zip(served.decode(video=0), direct.decode(video=0), strict=True):
-            np.testing.assert_array_equal(a.to_ndarray(), b.to_ndarray())
+    assert compare(tmp_path / "j1.1.mp4", tmp_path / "direct.mp4")["identical"]
     several = worker.events("done")[-1]["result"]
     assert several["files"] == ["j2.1.mp4", "j2.1.1.mp4"]
     sizes = [(tmp_path / name).stat().st_size for name in several["files"]]
@@ -186,14 +183,8 @@ def test_a_hundred_cancels_leave_nothing_and_change_nothing(tiny, tmp_path, back
     assert worker.events("done", "failed")[-1]["event"] == "done"
     first, last = ((tmp_path / f"j{number}.1.mp4").read_bytes() for number in (0, 999))
     assert first == last
-    print(
-        f"{backend}: {len(after)} cancelled, after {max(after)} more events and "
-        f"{max(seconds):.2f} s at most"
-    )
-    print(
-        f"{len(beyond)} in the steps of {step_s:.3f} s: two of them and {np.median(beyond):+.3f} "
-        f"s, {max(beyond):+.3f}"
-    )
+    print(f"{backend}: {len(after)} of {number} cancelled, after {max(after)} more events")
+    print(f"at most {max(seconds):.2f} s; two steps and {np.median(beyond):+.3f} s")
     assert len(after) > number / 2 and sorted(after)[len(after) // 2] <= 2
     assert np.median(beyond) < 0.5  # what is promised of each, where nothing else runs
     worker.process.stdin.close()
@@ -211,9 +202,8 @@ def test_a_worker_on_jax_makes_the_clips_of_the_command_line(tiny, tmp_path):
     worker.process.kill()
     worker.process.communicate()
     with ltx2rt.open(model, backend="tpu", device="cpu") as session:
-        session.generate(**CLIP | {"pipeline": "one-stage", "steps": 25}).save(
-            tmp_path / "direct.mp4"
-        )
+        clip = session.generate(**CLIP | {"pipeline": "one-stage", "steps": 25})
+    clip.save(tmp_path / "direct.mp4")
     same = compare(tmp_path / "j1.1.mp4", tmp_path / "direct.mp4")
     assert same["identical"] and same["audio_corr"] == pytest.approx(1, abs=1e-6)
 
@@ -261,19 +251,23 @@ def test_a_job_that_runs_again_waits_once_for_the_memory_of_its_dead_worker(
     assert waits == [DEVICE_WAIT_S]
 
 
-@pytest.mark.parametrize(
-    "where, name, at", [("weights", "of", 2), ("backend", "to_host", 1), ("backend", "each", 1)]
-)
+PLACES = [("weights", "of", 2), ("backend", "to_host", 1), ("backend", "each", 1)]
+
+
+def without_memory(session, monkeypatch, where, name, at, asked):
+    """How a job ends whose memory runs out at the n-th call of a method."""
+    owner, error = getattr(session, where), RuntimeError("CUDA out of memory")
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, name, Fails(getattr(owner, name), error, at))
+        return attempt(session, (), asked, None)
+
+
+@pytest.mark.parametrize("where, name, at", PLACES)
 def test_out_of_memory_anywhere_fails_one_job(
     session, undisturbed, tmp_path, monkeypatch, where, name, at
 ):
     """While it loads, after the steps, before the decoder; the next job is right."""
-    owner = getattr(session, where)
-    with monkeypatch.context() as patched:
-        patched.setattr(
-            owner, name, Fails(getattr(owner, name), RuntimeError("CUDA out of memory"), at)
-        )
-        event, facts = attempt(session, (), job(tmp_path), None)
+    event, facts = without_memory(session, monkeypatch, where, name, at, job(tmp_path))
     assert (event, facts["code"]) == ("failed", "out_of_memory") and not list(tmp_path.iterdir())
     assert attempt(session, (), job(tmp_path), None)[0] == "done"
     assert (tmp_path / "j.1.mp4").read_bytes() == undisturbed
@@ -290,10 +284,8 @@ def test_what_is_said_of_a_failure_names_files_without_their_folders(
     error = OSError(errno.EACCES, "Permission denied", str(tmp_path / "jobs" / "x.mp4"))
     monkeypatch.setattr("ltx2rt.serve.worker.Run", Fails(None, error, 1))
     event, facts = attempt(session, (), job(tmp_path), None)
-    assert facts == {
-        "code": "internal",
-        "message": "PermissionError: [Errno 13] Permission denied: 'x.mp4'",
-    }
+    said = "PermissionError: [Errno 13] Permission denied: 'x.mp4'"
+    assert facts == {"code": "internal", "message": said}
 
 
 def test_a_cancel_while_it_decodes_takes_one_tile_more_at_most(session, tmp_path, monkeypatch):
@@ -337,16 +329,10 @@ def test_out_of_memory_again_and_again_leaves_nothing_behind(session, tmp_path, 
         rss = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
         return tensors, len(os.listdir("/proc/self/fd")), threading.active_count(), rss
 
-    seen, places = [], [("weights", "of", 2), ("backend", "to_host", 1), ("backend", "each", 1)]
+    seen = []
     for number in range(count):
-        owner, name, at = places[number % 3]
-        with monkeypatch.context() as patched:
-            owner = getattr(session, owner)
-            patched.setattr(
-                owner, name, Fails(getattr(owner, name), RuntimeError("CUDA out of memory"), at)
-            )
-            asked = job(tmp_path) | {"clip": CLIP | {"audio": False}}
-            event, facts = attempt(session, (), asked, None)
+        asked = job(tmp_path) | {"clip": CLIP | {"audio": False}}
+        event, facts = without_memory(session, monkeypatch, *PLACES[number % 3], asked)
         assert facts["code"] == "out_of_memory", (event, facts)
         seen.append(held())
     assert not list(tmp_path.iterdir())
@@ -363,24 +349,16 @@ def test_a_failure_that_others_may_wait_for_ends_the_ranks(
 ):
     """And on one device only one that may have left it in disorder: after the other the worker goes
     on."""
-    failures, failed, out = iter([(code, "first"), ("internal", "second")]), [], io.BytesIO()
+    said = {"code": code, "message": "first"}, {"code": "internal", "message": "second"}
+    failures, failed, out = iter(said), [], io.BytesIO()
     crew = SimpleNamespace(
         rank=0, handed_out=lambda _, __, text: text, fail=lambda *said: failed.append(said)
     )
-    monkeypatch.setattr(
-        "ltx2rt.serve.worker.attempt",
-        lambda *_: ("failed", dict(zip(("code", "message"), next(failures), strict=True))),
-    )
+    attempts = "ltx2rt.serve.worker.attempt"
+    monkeypatch.setattr(attempts, lambda *_: ("failed", next(failures)))
     pipe = Pipe(None, out)
-    for number in range(2):
-        pipe.jobs.put(
-            {
-                "id": f"j{number}",
-                "epoch": 1,
-                "clip": {},
-                "stem": str(tmp_path / "out" / f"j{number}.1"),
-            }
-        )
+    for _ in range(2):
+        pipe.jobs.put(job(tmp_path / "out"))
     assert work(session, (), pipe, crew if ranks else None) == FAILED
     ends = [json.loads(line).get("ends", False) for line in out.getvalue().splitlines()[1:]]
     assert ends == ([True] if ranks or code == "internal" else [False, True])
