@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
@@ -56,6 +57,7 @@ os.environ["XDG_CACHE_HOME"] = KNOWN_TIMES.name
 
 SMALL = {"--width": 128, "--height": 64, "--num-frames": 17, "--fps": 48, "--steps": 3}
 SMALL["--image-crf"] = 0
+LATENTS = "latents.safetensors"
 
 
 def read_by(flags: Iterable[object], defaults: dict[str, object]) -> list[object]:
@@ -82,12 +84,10 @@ class Run:
 
     @property
     def latents_file(self) -> Path:
-        return self.folder / "latents.safetensors"
+        return self.folder / LATENTS
 
     @cached_property
     def latents(self) -> dict[str, np.ndarray]:
-        from safetensors.numpy import load_file
-
         return load_file(self.latents_file)
 
     @cached_property
@@ -353,25 +353,17 @@ def tiny(tmp_path_factory) -> Callable[[str, str], Path]:
     return get
 
 
-@dataclass(frozen=True)
-class Job:
-    """One small clip on the CPU, with every file that can be asked for; its flags win over the
+def words_of(folder: Path, backend: str, model: Path, *flags: object) -> list[str]:
+    """One small clip on the CPU, with every file that can be asked for; flags win over the
     defaults."""
-
-    backend: str
-    model: Path
-    flags: tuple[object, ...]
-
-    def argv(self, folder: Path) -> list[str]:
-        files = {"--output": "clip.mp4", "--report": "report.json"}
-        files["--latents-out"] = "latents.safetensors"
-        words = ["generate", "--backend", self.backend, "--device", "cpu", "--model", self.model]
-        words += ["--prompt", "a robot dancing"]
-        of_clips = read_by(self.flags, {"--video-path": 0})  # size, length and rate are the file's
-        words += [] if of_clips else read_by(self.flags, SMALL)
-        for flag in files.keys() - set(self.flags):
-            words += [flag, folder / files[flag]]
-        return [str(word) for word in (*words, *self.flags)]
+    files = {"--output": "clip.mp4", "--report": "report.json", "--latents-out": LATENTS}
+    words = ["generate", "--backend", backend, "--device", "cpu", "--model", model]
+    words += ["--prompt", "a robot dancing"]
+    of_clips = read_by(flags, {"--video-path": 0})  # size, length and rate are the file's
+    words += [] if of_clips else read_by(flags, SMALL)
+    for flag in files.keys() - set(flags):
+        words += [flag, folder / files[flag]]
+    return [str(word) for word in (*words, *flags)]
 
 
 @pytest.fixture(scope="module")
@@ -417,7 +409,7 @@ def generate(tmp_path_factory) -> Callable[..., Run]:
 
     def call(backend: str, model: Path, *flags: object) -> Run:
         folder = tmp_path_factory.mktemp("run")
-        return Run(*run_cli(Job(backend, model, flags).argv(folder)), folder)
+        return Run(*run_cli(words_of(folder, backend, model, *flags)), folder)
 
     return call
 
@@ -435,52 +427,51 @@ def kept(monkeypatch) -> Callable[..., None]:
     return call
 
 
-def started(job: Job, folder: Path, **environment: str) -> Callable[[], Run]:
-    """Start a job in a process of its own; the result waits for its end."""
-    argv, env = [sys.executable, "-m", "ltx2rt", *job.argv(folder)], os.environ | environment
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(argv, env=env | {"OMP_NUM_THREADS": "1"}, **pipes)
+@pytest.fixture(scope="session")
+def started(tmp_path_factory) -> Callable[..., Callable[[], Run]]:
+    """started(backend, model, *flags, **environment): start a process of its own; the result waits
+    for its end."""
 
-    def end() -> Run:
-        out, err = process.communicate(timeout=600)
-        return Run(process.returncode, out, err, folder)
+    def start(backend: str, model: Path, *flags: object, **environment: str) -> Callable[[], Run]:
+        folder = tmp_path_factory.mktemp("run")
+        argv = [sys.executable, "-m", "ltx2rt", *words_of(folder, backend, model, *flags)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        env = os.environ | environment | {"OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(argv, env=env, **pipes)
 
-    return end
+        def end() -> Run:
+            out, err = process.communicate(timeout=600)
+            return Run(process.returncode, out, err, folder)
+
+        return end
+
+    return start
 
 
 @pytest.fixture(scope="session")
-def generate_on_both(tmp_path_factory) -> Callable[..., tuple[Run, Run]]:
-    """generate_on_both(model, *flags) -> (cuda, tpu), each in a process of its own, side by
-    side."""
+def generate_on_both(started) -> Callable[..., tuple[Run, Run]]:
+    """generate_on_both(model, *flags) -> (cuda, tpu), side by side."""
 
     def call(model: Path, *flags: object) -> tuple[Run, Run]:
-        jobs = [Job(backend, model, flags) for backend in ("cuda", "tpu")]
-        first, second = (started(job, tmp_path_factory.mktemp("run")) for job in jobs)
+        first, second = (started(backend, model, *flags) for backend in ("cuda", "tpu"))
         return first(), second()
 
     return call
 
 
 @pytest.fixture(scope="session")
-def generate_on_ranks(tmp_path_factory) -> Callable[..., Run]:
+def generate_on_ranks(started) -> Callable[..., Run]:
     """generate_on_ranks(ranks, model, *flags) -> Run of torch processes on gloo."""
-
-    def call(ranks: int, model: Path, *flags: object) -> Run:
-        job = Job("cuda", model, (*flags, "--num-gpus", ranks))
-        return started(job, tmp_path_factory.mktemp("ranks"))()
-
-    return call
+    return lambda ranks, model, *flags: started("cuda", model, *flags, "--num-gpus", ranks)()
 
 
 @pytest.fixture(scope="session")
-def generate_on_devices(tmp_path_factory) -> Callable[..., Run]:
-    """generate_on_devices(count, model, *flags) -> Run of JAX on virtual CPU devices, in a process
-    of its own."""
+def generate_on_devices(started) -> Callable[..., Run]:
+    """generate_on_devices(count, model, *flags) -> Run of JAX on virtual CPU devices."""
 
     def call(count: int, model: Path, *flags: object) -> Run:
         environment = {"XLA_FLAGS": xla_flags(count), "JAX_PLATFORMS": "cpu"}
-        job, folder = Job("tpu", model, flags), tmp_path_factory.mktemp("devices")
-        return started(job, folder, **environment)()
+        return started("tpu", model, *flags, **environment)()
 
     return call
 

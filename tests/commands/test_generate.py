@@ -20,7 +20,7 @@ from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.session.session import Session
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import relative_l2
-from tests.conftest import Job, assert_near, assert_same
+from tests.conftest import assert_near, assert_same, words_of
 
 # Frames, rows and columns of 17 frames at 128 x 64 pixels
 LATENT = {"stage1": (3, 1, 2), "stage2": (3, 2, 4)}
@@ -212,7 +212,7 @@ def test_same_seed_same_run_whatever_ran_before(base, run):
 @pytest.mark.long
 def test_two_jobs_in_one_process_equal_a_job_alone(base, run, model, tmp_path):
     """`base` ran among others; here the same job has a process to itself."""
-    argv = [sys.executable, "-m", "ltx2rt.cli", *Job("cuda", model, ("--seed", 7)).argv(tmp_path)]
+    argv = [sys.executable, "-m", "ltx2rt.cli", *words_of(tmp_path, "cuda", model, "--seed", 7)]
     subprocess.run(argv, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     assert_same(load_file(tmp_path / "latents.safetensors"), base.latents)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from contextlib import closing
 from fractions import Fraction
 
@@ -9,7 +10,6 @@ import numpy as np
 import pytest
 
 from ltx2rt import cli
-from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import read_frames, video_info
@@ -236,7 +236,6 @@ def write_phone_clip(path, stamps_ms):
             frame.pts, frame.time_base = stamp, Fraction(1, 1000)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    path.with_suffix(".txt").write_text("a phone")
     return CaptionedClip(path.name, "a phone", video=path)
 
 
@@ -288,8 +287,7 @@ def test_every_fault_is_found_before_a_clip_is_encoded(model, reported, tmp_path
     for name in ("._0.mp4", ".DS_Store", "__MACOSX/1.mp4", ".hidden/2.mp4"):
         (clips / name).parent.mkdir(exist_ok=True)
         (clips / name).write_bytes(b"\0\5\26\7")
-    whole = (clips / "1.mp4").read_bytes()
-    (clips / "1.mp4").write_bytes(whole[:100])
+    os.truncate(clips / "1.mp4", 100)
     for name, spoil in {
         "2.txt": os.mkfifo, "3.txt": lambda path: path.write_text(" \n"),
         "4.txt": lambda path: path.write_text("word " * 2000),
@@ -340,7 +338,7 @@ def test_a_cut_file_of_a_cache_is_made_again(reported, no_run, tmp_path):
 @pytest.mark.parametrize("change, said", [
     ({"fps": 0}, "fps is 0, expected text"),
     ({"fps": "0"}, "no rate"),
-    ({"fps": "x"}, "damaged"),
+    ({"fps": "x"}, "Fraction"),
     ({"streams": "video"}, "streams is 'video', expected a list"),
     ({"bucket": "1x1"}, "1x1"),
     ({"reference": [1, "x"]}, "reference[1] is 'x'"),
@@ -351,6 +349,5 @@ def test_a_damaged_list_of_samples_is_refused(cache, tmp_path, change, said):
     head, row, *_ = (cache / "manifest.jsonl").read_text().splitlines()
     row = change if isinstance(change, str) else json.dumps(json.loads(row) | change)
     (tmp_path / "manifest.jsonl").write_text(f"{head}\n{row}\n")
-    with pytest.raises(InputError, match=r"^--data: .*manifest\.jsonl is damaged") as found:
+    with refuses(rf"^--data: .*manifest\.jsonl is damaged.*{re.escape(said)}"):
         read_manifest(tmp_path, json.loads(head)["model"])
-    assert said in str(found.value)

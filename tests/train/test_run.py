@@ -147,11 +147,7 @@ def test_data_that_is_refused(prepare, refused, no_run, train, tmp_path, capsys)
     short = "9 frames, the shortest bucket has 17; leave the clip out, or add a bucket of at most 9"
     assert short in unprepared("--buckets", "64x64x17")
     assert "0.mp4: it has no sound" in unprepared("--audio", "required")
-    assert "the nearest is 64x64x9" in unprepared("--buckets", "64x60x9")
     assert "holds other files" in unprepared(output=clips)
-    (clips / "1.txt").write_text(" \n")
-    assert "1.mp4: its caption is missing or empty" in unprepared()
-    (clips / "1.txt").write_text("a clip")
     prepare(clips, silent)
     line = no_run(run, data=silent, mode="v2a")
     assert "none of the 3 clips has sound" in line and "choose --mode t2v" in line
@@ -197,8 +193,6 @@ def test_what_was_lost_is_named_and_what_is_not_ours_stays(cache, train, no_run,
     sample = next((data / "samples").iterdir())
     sample.rename(tmp_path / "kept")
     assert f"{sample} is missing" in no_run(copied, data=data, steps=9)
-    (data / "manifest.jsonl").write_text("{")
-    assert "manifest.jsonl is damaged" in no_run(copied, data=data)
     assert "cannot be created" in no_run("/proc/run")
 
 
