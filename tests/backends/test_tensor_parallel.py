@@ -103,14 +103,9 @@ def runs(kind: str, *dtypes: str) -> list:
     return [pytest.param(r, n, id=f"{r}-{n}") for r, n in pairs if r.dtype in dtypes]
 
 
-@pytest.mark.parametrize(
-    ("kind", "run", "devices"),
-    [
-        pytest.param(kind, *p.values, id=f"{kind}-{p.id}")
-        for kind in KINDS
-        for p in runs(kind, "float32")
-    ],
-)
+@pytest.mark.parametrize(("kind", "run", "devices"), [
+    pytest.param(kind, *p.values, id=f"{kind}-{p.id}") for kind in KINDS for p in runs(kind, "float32")
+])  # fmt: skip
 def test_ranks_equal_one_device(kind, run, devices, request):
     """12 heads on 3 ranks among them, merged LoRAs, and at 4 ranks heads that stay whole; JAX's
     devices under `shard_map`."""

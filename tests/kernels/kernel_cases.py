@@ -63,7 +63,7 @@ def _rows(x, batch, tokens, width, count) -> tuple[list[torch.Tensor], tuple]:
     return [x(*shape) for shape, _ in chosen], tuple(view for _, view in chosen)
 
 
-def norm_modulate(x: Operands, pairs: int, width: int = 37) -> Case:
+def norm_modulate(x: Operands, pairs: int = 1, width: int = 37) -> Case:
     rows, views = _rows(x, 2, 5, width, 2 * pairs)
     return "norm_modulate", [x.inside(2, 5, width), *rows], {"views": views, "eps": 1e-6}
 
@@ -87,24 +87,23 @@ def modulate_frames(x: Operands) -> Case:
     return "modulate", [x(2, 3, 4, 5, 37), x(2, 37), x(37)], {"views": views}
 
 
-def residual(x: Operands, pairs: int, width: int = 37) -> Case:
-    rows, views = _rows(x, 2, 5, width, 1 + 2 * pairs)
-    operands = [x(2, 5, width), x.inside(2, 5, width), *rows]
-    return "residual_norm_modulate", operands, {"views": views, "eps": 1e-6}
+def residual(
+    x: Operands, pairs: int = 0, width: int = 37, op: str = "residual_norm_modulate",
+    samples: int | None = None,
+) -> Case:  # fmt: skip
+    """samples: the residual comes without its bias, and lacks the samples from there on."""
+    rows, views = _rows(x, 3, 5, width, 1 + 2 * pairs)
+    operands = [x(3, 5, width), x.inside(samples or 3, 5, width)]
+    plan: dict[str, Any] = {} if op == "gated_residual" else {"eps": 1e-6}
+    if samples:
+        operands, views = [*operands, x(width)], ((1, 1, width), *views)
+        plan["biased"] = True
+    return op, [*operands, *rows], plan | {"views": views}
 
 
-def gated_residual(x: Operands, per_token: bool) -> Case:
-    gate = x(2, 5, 37) if per_token else x(2, 37)
-    plan = {"views": ((2, 5 if per_token else 1, 37),)}
-    return "gated_residual", [x(2, 5, 37), x(2, 5, 37), gate], plan
-
-
-def partial_sum(x: Operands, pairs: int, samples: int, op: str = "residual_norm_modulate") -> Case:
-    """The residual comes without its bias, and lacks the samples from `samples` on."""
-    rows, views = _rows(x, 3, 5, 37, 1 + 2 * pairs)
-    eps = {} if op == "gated_residual" else {"eps": 1e-6}
-    operands = [x(3, 5, 37), x.inside(samples, 5, 37), x(37), *rows]
-    return op, operands, {"views": ((1, 1, 37), *views), "biased": True} | eps
+def gated_residual(x: Operands) -> Case:
+    """A gate for each token."""
+    return "gated_residual", [x(2, 5, 37) for _ in range(3)], {"views": ((2, 5, 37),)}
 
 
 def by_level(
@@ -259,18 +258,18 @@ def stored(x: Operands, encoding: str, width: int = 512) -> Case:
 CASES: dict[str, Callable[[Operands], Case]] = {
     "modulate": modulate,
     "modulate of frames": modulate_frames,
-    "norm_modulate": partial(norm_modulate, pairs=1),
+    "norm_modulate": norm_modulate,
     "norm_modulate two pairs": partial(norm_modulate, pairs=2),
-    "norm_modulate one number": partial(norm_modulate, pairs=1, width=1),
+    "norm_modulate one number": partial(norm_modulate, width=1),
     "norm_scale": partial(norm_scale, shape=(2, 5, 37)),
     "norm_scale of heads": partial(norm_scale, shape=(2, 5, 3, 10)),
     "residual_norm_modulate": partial(residual, pairs=1),
     "residual_norm_modulate two pairs, wide": partial(residual, pairs=2, width=1030),
-    "residual_norm_modulate without rows": partial(residual, pairs=0),
-    "gated_residual per sample": partial(gated_residual, per_token=False),
-    "gated_residual per token": partial(gated_residual, per_token=True),
-    "gated_residual of a partial sum": partial(partial_sum, op="gated_residual", pairs=0, samples=3),
-    "residual_norm_modulate of a partial sum": partial(partial_sum, pairs=1, samples=2),
+    "residual_norm_modulate without rows": residual,
+    "gated_residual per sample": partial(residual, op="gated_residual"),
+    "gated_residual per token": gated_residual,
+    "gated_residual of a partial sum": partial(residual, op="gated_residual", samples=3),
+    "residual_norm_modulate of a partial sum": partial(residual, pairs=1, samples=2),
     "norm_modulate by level": partial(by_level, op="norm_modulate", pairs=2),
     "norm_modulate by level of each sample": partial(by_level, op="norm_modulate", pairs=1, batched=True),
     "residual_norm_modulate by level": partial(by_level, pairs=2),

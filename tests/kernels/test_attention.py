@@ -104,17 +104,14 @@ def test_blocks_divide_what_they_tile(length):
     assert tpu.block(6144, 1024) == 1024 and tpu.block(768, 1024) == 768
 
 
-@pytest.mark.parametrize(
-    "shape,dtype,bias,reason",
-    [
-        (SHAPES[0], "bfloat16", True, "a bias"),
-        (SHAPES[0], "float32", False, "float32"),
-        ((1, 6144, 4, 6144, 4, 64), "bfloat16", False, "head_dim is 64"),
-        ((1, 126, 4, 1024, 4, 128), "bfloat16", False, "126 queries"),
-        ((1, 768, 4, 126, 4, 128), "bfloat16", False, "126 keys"),
-        (SHAPES[0], "bfloat16", False, None),
-    ],
-)
+@pytest.mark.parametrize("shape,dtype,bias,reason", [
+    (SHAPES[0], "bfloat16", True, "a bias"),
+    (SHAPES[0], "float32", False, "float32"),
+    ((1, 6144, 4, 6144, 4, 64), "bfloat16", False, "head_dim is 64"),
+    ((1, 126, 4, 1024, 4, 128), "bfloat16", False, "126 queries"),
+    ((1, 768, 4, 126, 4, 128), "bfloat16", False, "126 keys"),
+    (SHAPES[0], "bfloat16", False, None),
+])  # fmt: skip
 def test_kernel_is_refused_for_a_reason_and_else_is_what_a_tpu_runs(shape, dtype, bias, reason):
     """Lowered for a TPU, which needs none."""
     batch, queries, heads, keys, kv_heads, head_dim = shape

@@ -115,31 +115,28 @@ def test_reason_why_not_is_told():
         assert why_not(op, *operands, **plan) == "the operands are on cpu, the kernel runs on cuda"
 
 
-@pytest.mark.parametrize(
-    "op,change,reason",
-    [
-        ("norm_modulate", lambda x: x.half(), "float16"),
-        ("norm_modulate", lambda x: x[0], "2 axes"),
-        ("norm_modulate", lambda x: x.mT.contiguous().mT, "strided"),
-        ("norm_modulate", lambda x: x[..., :1].repeat(1, 1, 20000), "20000 numbers"),
-        ("residual_norm_modulate", lambda x: x.double(), "float64"),
-        ("qk_norm_rope", lambda x: x.transpose(2, 3), "strided"),
-        ("qk_norm_rope", lambda x: x.repeat(1, 1, 2000, 1), "6000 heads"),
-        ("head_gate", lambda x: x[0], "3 axes"),
-        ("pixel_norm_silu channels first", lambda x: x.transpose(2, 3), "do not follow"),
-        ("pixel_norm_silu channels first", lambda x: x[..., 1:], "do not follow"),
-        ("snake_beta", lambda x: x[..., ::2], "strided"),
-        ("quantise_rows", lambda x: x.half(), "float16"),
-        ("quantise_rows", lambda x: x.mT, "strided"),
-        ("quantise_rows", lambda x: x[0], "1 axes"),
-        ("unpack int8", lambda x: x.mT, "strided"),
-        ("unpack Q6_K", lambda x: x[:, 1:], "odd address"),
-        ("quantise_rows", lambda x: x.repeat(1, 20), "20600 numbers"),
-        ("neighbourhood_attention", lambda x: x.repeat(1, 1, 1, 1, 1, 7), "heads of 70"),
-        ("neighbourhood_attention", lambda x: x.half(), "float16"),
-        ("pixel_norm_silu channels first", lambda x: x.repeat(1, 200, 1, 1, 1), "2400 channels"),
-    ],
-)
+@pytest.mark.parametrize("op,change,reason", [
+    ("norm_modulate", lambda x: x.half(), "float16"),
+    ("norm_modulate", lambda x: x[0], "2 axes"),
+    ("norm_modulate", lambda x: x.mT.contiguous().mT, "strided"),
+    ("norm_modulate", lambda x: x[..., :1].repeat(1, 1, 20000), "20000 numbers"),
+    ("residual_norm_modulate", lambda x: x.double(), "float64"),
+    ("qk_norm_rope", lambda x: x.transpose(2, 3), "strided"),
+    ("qk_norm_rope", lambda x: x.repeat(1, 1, 2000, 1), "6000 heads"),
+    ("head_gate", lambda x: x[0], "3 axes"),
+    ("pixel_norm_silu channels first", lambda x: x.transpose(2, 3), "do not follow"),
+    ("pixel_norm_silu channels first", lambda x: x[..., 1:], "do not follow"),
+    ("snake_beta", lambda x: x[..., ::2], "strided"),
+    ("quantise_rows", lambda x: x.half(), "float16"),
+    ("quantise_rows", lambda x: x.mT, "strided"),
+    ("quantise_rows", lambda x: x[0], "1 axes"),
+    ("unpack int8", lambda x: x.mT, "strided"),
+    ("unpack Q6_K", lambda x: x[:, 1:], "odd address"),
+    ("quantise_rows", lambda x: x.repeat(1, 20), "20600 numbers"),
+    ("neighbourhood_attention", lambda x: x.repeat(1, 1, 1, 1, 1, 7), "heads of 70"),
+    ("neighbourhood_attention", lambda x: x.half(), "float16"),
+    ("pixel_norm_silu channels first", lambda x: x.repeat(1, 200, 1, 1, 1), "2400 channels"),
+])  # fmt: skip
 def test_kernel_refuses_what_it_cannot_take(op, change, reason):
     name, (x, *others), plan = CASES[op](FLOATS)
     kernels = import_module(f"ltx2rt_kernels.{folder(name)}.cuda")

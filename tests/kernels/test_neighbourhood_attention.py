@@ -17,16 +17,13 @@ from ltx2rt.scheduling import VARIABLE
 from ltx2rt.testing import relative_l2
 
 
-@pytest.mark.parametrize(
-    ("queries", "keys", "heads", "window", "first"),
-    [
-        # blocks of 2 x 6 x 8, four and two in a program: all axes end within a block
-        ((2, 9, 17, 20), (9, 17, 24), (2, 64), (3, 11, 9), (0, 0, 3)),
-        # fewer frames than the keys of a program, windows as large as the rows; three groups of two
-        ((1, 3, 16, 7), (4, 16, 19), (6, 64), (3, 16, 8), (1, 0, 12)),
-        ((1, 2, 5, 16), (2, 18, 16), (1, 128), (2, 8, 16), (0, 13, 0)),
-    ],
-)
+@pytest.mark.parametrize(("queries", "keys", "heads", "window", "first"), [
+    # blocks of 2 x 6 x 8, four and two in a program: all axes end within a block
+    ((2, 9, 17, 20), (9, 17, 24), (2, 64), (3, 11, 9), (0, 0, 3)),
+    # fewer frames than the keys of a program, windows as large as the rows; three groups of two
+    ((1, 3, 16, 7), (4, 16, 19), (6, 64), (3, 16, 8), (1, 0, 12)),
+    ((1, 2, 5, 16), (2, 18, 16), (1, 128), (2, 8, 16), (0, 13, 0)),
+])  # fmt: skip
 def test_kernel_equals_the_definition(queries, keys, heads, window, first):
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
     shapes = [(*queries, *heads)] + [(queries[0], *keys, *heads)] * 2
@@ -40,17 +37,14 @@ def test_kernel_equals_the_definition(queries, keys, heads, window, first):
 SIZES = {"frames": 11, "rows": 16, "columns": 20, "heads": 4, "dim": 64}
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sizes", "window", "without", "reason"),
-    [
-        ("bfloat16", {}, (11, 11, 11), "", None),
-        ("bfloat16", {}, (11, 11, 11), "neighbourhood", None),
-        ("float32", {}, (11, 11, 11), "", "float32"),
-        ("bfloat16", {"heads": 3}, (11, 11, 11), "", "3 heads of 64 do not fill 128 lanes"),
-        ("bfloat16", {}, (3, 5, 5), "", r"a window of \(3, 5, 5\)"),
-        ("bfloat16", {"rows": 15}, (11, 11, 11), "", "15 rows, 20 columns"),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "sizes", "window", "without", "reason"), [
+    ("bfloat16", {}, (11, 11, 11), "", None),
+    ("bfloat16", {}, (11, 11, 11), "neighbourhood", None),
+    ("float32", {}, (11, 11, 11), "", "float32"),
+    ("bfloat16", {"heads": 3}, (11, 11, 11), "", "3 heads of 64 do not fill 128 lanes"),
+    ("bfloat16", {}, (3, 5, 5), "", r"a window of \(3, 5, 5\)"),
+    ("bfloat16", {"rows": 15}, (11, 11, 11), "", "15 rows, 20 columns"),
+])  # fmt: skip
 def test_kernel_is_refused_for_a_reason_and_else_is_what_a_tpu_runs(
     dtype, sizes, window, without, reason, monkeypatch
 ):
