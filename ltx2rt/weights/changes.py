@@ -180,9 +180,8 @@ def changes_of(
     stated: the scale that the file's config gives for a rank. Raises InputError."""
     for part, key in parts.items():
         if part not in ("alpha", "on_input") and (dtype := file.info(key).dtype) not in STORED:
-            raise InputError(
-                f"{file.path}: {key} is {dtype}, expected {', '.join(map(str, STORED))}"
-            )
+            said = f"{key} is {dtype}, expected {', '.join(map(str, STORED))}"
+            raise InputError(f"{file.path}: {said}")
 
     def scale(rank: int, own: int) -> float:
         """own: the rank that the config's has to be, 0 for any."""
@@ -262,10 +261,8 @@ def _low_rank(
         w2, second, rank2 = factor("lokr_w2")
         shape, rank = (o1 * second[0], i1 * second[1]), rank2 or rank1
         return Kronecker("LoKr", scale(rank, 0), shape, rank, w1, w2, second)
-    raise InputError(
-        f"{file.path}: {module} has {', '.join(sorted(parts.values()))}, which is no whole LoRA, "
-        "LoHa or LoKr; pass another file"
-    )
+    said = f"{file.path}: {module} has {', '.join(sorted(parts.values()))}, which is no whole LoRA,"
+    raise InputError(f"{said} LoHa or LoKr; pass another file")
 
 
 def _axis(file: TensorFile, key: str, shape: tuple[int, int]) -> int:

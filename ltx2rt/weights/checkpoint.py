@@ -134,9 +134,8 @@ class Checkpoint:
         except InputError:
             raise
         except (GraphError, ArithmeticError, IndexError, MemoryError, ValueError) as error:
-            raise InputError(
-                f"{self.path}: its config contradicts itself: {error}; pass another checkpoint"
-            ) from error
+            said = f"its config contradicts itself: {error}; pass another checkpoint"
+            raise InputError(f"{self.path}: {said}") from error
 
     def require_tokenizer(self) -> Path | Asset:
         if self.tokenizer is None:
@@ -360,19 +359,15 @@ def _text_source(
 ) -> RenamedSource:
     """Connectors and text projection, which is in the main file or in the text encoder's."""
     if text is None:
-        raise InputError(
-            f"{main.path}: no embeddings connectors; pass a complete checkpoint, or put the file "
-            "with those of the same transformer beside it"
-        )
+        said = f"{main.path}: no embeddings connectors; pass a complete checkpoint, or put the file"
+        raise InputError(f"{said} with those of the same transformer beside it")
 
     if not any(map(PROJECTION.match, text.names())):
         tensors = open_tensors(gemma_path) if gemma_path is not None else None
         has = tensors is not None and any(map(PROJECTION.match, tensors.names()))
         if not has and not of_version(version_tuple(main.metadata.get("model_version"))).split:
-            raise InputError(
-                f"{main.path}: no text projection ({TEXT_PROJECTION}*aggregate_embed); put the "
-                "release's file that holds it beside this one"
-            )
+            said = f"{main.path}: no text projection ({TEXT_PROJECTION}*aggregate_embed); put the"
+            raise InputError(f"{said} release's file that holds it beside this one")
         if gemma_path is None or tensors is None:
             raise absent("gemma", main.path)
         if not has:

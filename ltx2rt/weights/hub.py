@@ -296,10 +296,8 @@ def _cached(repo: Repo, cache_folder: Path) -> Path:
     folder = root / "snapshots" / (ref.read_text().strip() if ref.is_file() else repo.revision)
     path = folder / (repo.file or "")
     if not path.exists():
-        raise InputError(
-            f"{repo.name}: neither a path nor in the hub's cache ({path}), and this run is "
-            f"offline; run `ltx2rt weights fetch {repo.name}` online first"
-        )
+        said = f"{repo.name}: neither a path nor in the hub's cache ({path}), and this run is"
+        raise InputError(f"{said} offline; run `ltx2rt weights fetch {repo.name}` online first")
     return path
 
 

@@ -266,10 +266,8 @@ def check_lora(lora: Lora, version: tuple[int, ...], allow_partial: bool = False
     own = version_tuple(lora.file.metadata.get("model_version"))
     if own and version and not of_version(own).goes_with(of_version(version)):
         words = [".".join(map(str, found)) for found in (own, version)]
-        raise InputError(
-            f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of its "
-            "release, or --lora-allow-partial to merge what fits"
-        )
+        said = f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of"
+        raise InputError(f"{said} its release, or --lora-allow-partial to merge what fits")
 
 
 def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray:
@@ -359,10 +357,8 @@ class MergedSource:
         modules, merged = modules_of(changes), modules_of(fitting)
         if lost and not allow_partial:
             other = f"the other {len(merged)}/{len(modules)} modules"
-            raise InputError(
-                f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)}; "
-                f"pass --lora-allow-partial to merge {other}"
-            )
+            said = f"{lora.path}: {len(lost)} keys match no weight: {collapse(lost)};"
+            raise InputError(f"{said} pass --lora-allow-partial to merge {other}")
         self.fitting.append(fitting)
         for name, change in changes.items():
             if name in fitting and change.scale != 0:

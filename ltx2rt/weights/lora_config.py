@@ -86,11 +86,9 @@ class Config:
                     raise InputError(f"{keys.where}: {name} = {value!r:.80}, which is not read")
             begun = str(keys.get("init_lora_weights", True)).lower()
             if begun.startswith(_CHANGES_BASE):
-                raise InputError(
-                    f"{keys.where}: init_lora_weights is {begun[:40]!r}, which changes the weights "
-                    "that the LoRA goes with; convert it by PEFT's save_pretrained with "
-                    "path_initial_model_for_weight_conversion"
-                )
+                said = f"init_lora_weights is {begun[:40]!r}, which changes the weights that the "
+                said += "LoRA goes with; convert it by PEFT's save_pretrained with "
+                raise InputError(f"{keys.where}: {said}path_initial_model_for_weight_conversion")
             if keys.get("use_dora", False) and not has_magnitudes:
                 said = "use_dora, but no tensor ends in lora_magnitude_vector"
                 raise InputError(f"{keys.where}: {said}; pass the complete file")

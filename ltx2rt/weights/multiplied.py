@@ -80,10 +80,8 @@ def multiplied(
     shapes = {part: file.info(key).shape for part, key in keys.items()}
     ranks = {part: len(shape) for part, shape in shapes.items()}
     if keys.keys() - {*SETTINGS} not in WHOLE or ("coft" in keys and file.read(keys["coft"]).any()):
-        raise InputError(
-            f"{file.path}: {module} has {', '.join(sorted(keys.values()))}, which is no whole "
-            "GLoRA or (IA)^3, nor an OFT without coft; pass another file"
-        )
+        said = f"{file.path}: {module} has {', '.join(sorted(keys.values()))}, which is no whole"
+        raise InputError(f"{said} GLoRA or (IA)^3, nor an OFT without coft; pass another file")
     if "on_input" in keys and ranks["whole"] == 1:
         (size,) = shapes["whole"]
         shape = (None, size) if file.read(keys["on_input"]).any() else (size, None)

@@ -114,10 +114,8 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
     if main is None and "transformer" not in parts.diffusers:
         if parts.unreadable:
             raise InputError(parts.unreadable[0])
-        raise InputError(
-            f"{path}: no checkpoint: neither an official single file nor a diffusers transformer "
-            f"({contents_of_folder(path, parts)}); pass one with --model"
-        )
+        said = f"{path}: no checkpoint: neither an official single file nor a diffusers transformer"
+        raise InputError(f"{said} ({contents_of_folder(path, parts)}); pass one with --model")
     return path, main, parts, index
 
 

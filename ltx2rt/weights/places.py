@@ -89,10 +89,8 @@ def check_release(file: TensorFile | TensorFolder, version: tuple[int, ...], fla
     own = version_of(file)
     if version and not of_version(own).goes_with(of_version(version)):
         said = f"of LTX-{'.'.join(map(str, own))}" if own else "that states no model_version"
-        raise InputError(
-            f"{file.path}: a file {said} beside LTX-{'.'.join(map(str, version))}; pass that "
-            f"release's own with {flag}"
-        )
+        said = f"{file.path}: a file {said} beside LTX-{'.'.join(map(str, version))}; pass that"
+        raise InputError(f"{said} release's own with {flag}")
 
 
 def official_metadata(file: TensorFile | TensorFolder) -> Keys:
@@ -227,10 +225,8 @@ def check_gemma_version(
             main.metadata["gemma_source_checkpoint"], f"{main.path}: gemma_source_checkpoint"
         )
         if (wanted := source.need("gemma_version")) != found:
-            raise InputError(
-                f"{where}: gemma_version {found!r}, the transformer was trained with {wanted!r}; "
-                "pass the text encoder of its release with --text-encoder"
-            )
+            said = f"{where}: gemma_version {found!r}, the transformer was trained with {wanted!r};"
+            raise InputError(f"{said} pass the text encoder of its release with --text-encoder")
     elif of_version(version).split:
         if found is not None and not main.architecture:
             said = f"gemma_version {found!r}, but {main.path} names none"
@@ -240,7 +236,5 @@ def check_gemma_version(
             silent = f"neither {main.path.name} nor {where.name} names its"
         note(f"{silent} gemma_version; whether they fit is not known")
     elif not str(gemma.get("model_type", "")).startswith("gemma3"):
-        raise InputError(
-            f"{where}: model_type {gemma.get('model_type', None)!r}, but {release} was trained "
-            "with Gemma 3; pass that with --text-encoder"
-        )
+        said = f"{where}: model_type {gemma.get('model_type', None)!r}, but {release} was trained"
+        raise InputError(f"{said} with Gemma 3; pass that with --text-encoder")

@@ -88,9 +88,8 @@ def of_proto(data: bytes, where: str) -> Vocabulary:
                 rules = dict(_fields(value))
                 space_first, charsmap = bool(rules.get(3, True)), rules.get(2, b"")
     except (ValueError, IndexError, TypeError, AttributeError, struct.error) as error:
-        raise InputError(
-            f"{where}: not a SentencePiece model ({error}); put a tokenizer.json beside the file"
-        ) from None
+        said = f"not a SentencePiece model ({error}); put a tokenizer.json beside the file"
+        raise InputError(f"{where}: {said}") from None
     if not pieces or kind != IS_BPE or charsmap:
         said = "holds no pieces" if not pieces else "is no plain BPE, as Gemma's is"
         raise InputError(f"{where}: {said}; put the model's tokenizer.json beside the file")

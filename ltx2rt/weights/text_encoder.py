@@ -184,7 +184,5 @@ def no_tokenizer(model: Path, gemma: Path | None, found: Iterable[Path] = ()) ->
         return InputError(f"{model}: no tokenizer.json was found; {advice}")
     several = list(map(str, found))
     said = f" ({len(several)} elsewhere: {', '.join(several)})" if several else ""
-    return InputError(
-        f"{file.path}: no tokenizer.json beside it{said}; put the one of google/gemma-3-12b-it "
-        f"there, as {file.path.parent / TOKENIZER}"
-    )
+    said = f"{file.path}: no tokenizer.json beside it{said}; put the one of google/gemma-3-12b-it"
+    return InputError(f"{said} there, as {file.path.parent / TOKENIZER}")

@@ -98,14 +98,6 @@ def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
         open_checkpoint(folder)
 
 
-def test_names_of_files_do_not_matter(official):
-    for part, name in ((MAIN, "a"), (UP, "b"), (LORA, "c")):
-        (official / part).rename(official / f"{name}.safetensors")
-    (official / "gemma-3").rename(official / "d")
-    checkpoint = open_checkpoint(official)
-    assert len(checkpoint.sources) == 7 and checkpoint.distilled_lora().name == "c.safetensors"
-
-
 @pytest.mark.parametrize(("part", "flag"), FLAGS)
 def test_two_candidates_name_the_flag_that_decides(official, part, flag):
     second = official / f"second-{part}"
@@ -115,16 +107,6 @@ def test_two_candidates_name_the_flag_that_decides(official, part, flag):
         open_checkpoint(official).distilled_lora()
     chosen = {"text_encoder": official / "gemma-3", "upsampler": official / UP}
     assert len(open_checkpoint(official, **chosen).sources) == 7
-
-
-@pytest.mark.parametrize(("part", "flag"), FLAGS)
-def test_a_missing_part_is_asked_for_only_when_needed(official, part, flag):
-    (shutil.rmtree if (official / part).is_dir() else Path.unlink)(official / part)
-    checkpoint = open_checkpoint(official)
-    with refused(flag):
-        checkpoint.source("gemma")
-        checkpoint.source("upsampler")
-        checkpoint.distilled_lora()
 
 
 def test_a_pointer_in_place_of_a_part_is_named(official):

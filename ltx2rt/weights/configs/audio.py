@@ -197,16 +197,19 @@ def _diffusers_generator(keys: Keys, prefix: str, activation: str) -> GeneratorC
 
 def diffusers_vocoder_json(v: VocoderConfig) -> dict[str, Any]:
     def generator(g: GeneratorConfig, prefix: str) -> dict[str, Any]:
-        rest = ANTIALIASED | SLOPE
-        rest |= {
-            "in_channels": g.in_channels,
-            "out_channels": g.out_channels,
-            "act_fn": g.activation,
-            "antialias": g.activation == "snakebeta",
-            # the released 2.3 config says null
-            "final_act_fn": "tanh" if g.final_activation == "tanh" else None,
-            "final_bias": g.final_bias,
-        }
+        rest = (
+            ANTIALIASED
+            | SLOPE
+            | {
+                "in_channels": g.in_channels,
+                "out_channels": g.out_channels,
+                "act_fn": g.activation,
+                "antialias": g.activation == "snakebeta",
+                # the released 2.3 config says null
+                "final_act_fn": "tanh" if g.final_activation == "tanh" else None,
+                "final_bias": g.final_bias,
+            }
+        )
         rest = {prefix + key: value for key, value in rest.items()}
         return write(GENERATOR, g, "diffusers", prefix) | rest
 

@@ -36,17 +36,11 @@ ROWS = [
     Row("depths", "counts", "stage_depths", "decoder_stage_depths"),
     Row("timestep_scale", "float", SCALE, f"decoder_{SCALE}"),
 ]
-OFFICIAL_FIXED = {
-    "_class_name": "NADiffusionDecoder",
-    "out_channels": 3,
-    "default_num_inference_steps": 1,
-}
+OFFICIAL_FIXED = {"_class_name": "NADiffusionDecoder", "out_channels": 3}
+OFFICIAL_FIXED |= {"default_num_inference_steps": 1}
 OFFICIAL_USUAL = {"resampler_kind": "linear", "spatial_padding_mode": "zeros"}
-DIFFUSERS_FIXED = {
-    "out_channels": 3,
-    "decoder_model_output_type": "x0",
-    "decoder_num_inference_steps": 1,
-}
+DIFFUSERS_FIXED = {"out_channels": 3, "decoder_model_output_type": "x0"}
+DIFFUSERS_FIXED |= {"decoder_num_inference_steps": 1}
 
 
 def official(keys: Keys) -> DiffusionDecoderConfig:

@@ -32,9 +32,8 @@ def duration_head(
     widths = {"video_width": video_width, "audio_width": audio_width}
     config = DurationHeadConfig(**read(ROWS, keys, layout), **widths)
     if config.width % config.num_heads:
-        raise keys.wrong(
-            "pooler_hidden_dim", config.width, f"a multiple of {config.num_heads} heads"
-        )
+        expected = f"a multiple of {config.num_heads} heads"
+        raise keys.wrong("pooler_hidden_dim", config.width, expected)
     return config
 
 
@@ -53,17 +52,13 @@ def check(config: DurationHeadConfig, model: ModelConfig, where: str) -> None:
     text = model.text
     found, taken = (text.video.width, text.audio.width), (config.video_width, config.audio_width)
     if found != taken:
-        raise InputError(
-            f"{where}: a duration head for contexts {taken} wide (video, audio), the checkpoint's "
-            f"are {found}; pass that one with --duration-head"
-        )
+        said = f"{where}: a duration head for contexts {taken} wide (video, audio), the"
+        raise InputError(f"{said} checkpoint's are {found}; pass that one with --duration-head")
 
 
 def to_json(d: DurationHeadConfig, layout: str) -> dict[str, Any]:
     if layout == "official":
         return {SECTION: write(ROWS, d, layout)}
-    widths = {
-        "video_cross_attention_dim": d.video_width,
-        "audio_cross_attention_dim": d.audio_width,
-    }
-    return {"_class_name": "LTX2DurationHead", **write(ROWS, d, layout), **widths}
+    found = {"_class_name": "LTX2DurationHead", **write(ROWS, d, layout)}
+    found["video_cross_attention_dim"] = d.video_width
+    return found | {"audio_cross_attention_dim": d.audio_width}

@@ -256,10 +256,10 @@ def gemma_json(g: GemmaConfig, vision: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(config: GemmaConfig | Gemma4Config, text: TextConfig, where: str) -> None:
-    found = (config.hidden_size, config.num_layers + 1)
-    if found != (text.gemma_hidden, text.num_states):
-        raise InputError(
-            f"{where}: a Gemma of hidden size {found[0]} with {config.num_layers} layers, but the "
-            f"checkpoint's text projection takes hidden size {text.gemma_hidden} with "
-            f"{text.num_states - 1} layers; pass that one with --text-encoder"
+    found, taken = (config.hidden_size, config.num_layers), (text.gemma_hidden, text.num_states - 1)
+    if found != taken:
+        own, wanted = (
+            f"hidden size {width} with {layers} layers" for width, layers in (found, taken)
         )
+        said = f"a Gemma of {own}, but the checkpoint's text projection takes {wanted}"
+        raise InputError(f"{where}: {said}; pass that one with --text-encoder")

@@ -87,11 +87,8 @@ def towers_json(g: Gemma4Config) -> dict[str, Any]:
 def gemma4_json(g: Gemma4Config, towers: Mapping[str, Any]) -> dict[str, Any]:
     """The Gemma4UnifiedForConditionalGeneration form. towers: vision_config, audio_config."""
     sliding = {"rope_type": "default", "rope_theta": g.rope_local_theta}
-    full = {
-        "rope_type": "proportional",
-        "rope_theta": g.rope_theta,
-        "partial_rotary_factor": g.rope_fraction,
-    }
+    full = {"rope_type": "proportional", "rope_theta": g.rope_theta}
+    full |= {"partial_rotary_factor": g.rope_fraction}
     text = {
         "model_type": "gemma4_unified_text",
         **write(ROWS, g, "official"),

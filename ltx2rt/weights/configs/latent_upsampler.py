@@ -50,10 +50,9 @@ def read_from(found: ConfigSource) -> UpsamplerConfig:
 def check(config: UpsamplerConfig, model: ModelConfig, where: str, flag: str) -> None:
     """Raises InputError for an upsampler of other latents."""
     if config.in_channels != model.video_vae.latent_channels:
-        raise InputError(
-            f"{where}: an upsampler of {config.in_channels} channels, the checkpoint's latents "
-            f"have {model.video_vae.latent_channels}; pass that one with {flag}"
-        )
+        said = f"an upsampler of {config.in_channels} channels, the checkpoint's latents have "
+        said += f"{model.video_vae.latent_channels}; pass that one with {flag}"
+        raise InputError(f"{where}: {said}")
 
 
 def kind(keys: Keys) -> str:

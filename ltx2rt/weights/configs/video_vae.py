@@ -229,10 +229,8 @@ def _diffusers_decoder(keys: Keys) -> tuple[VaeStage, ...]:
 
 def diffusers_json(v: VideoVaeConfig) -> dict[str, Any]:
     if v.encoder[0].channels != v.latent_channels:
-        raise InputError(
-            "diffusers ties the encoder's first width to the latent channels, "
-            f"{v.latent_channels}; found {v.encoder[0].channels}"
-        )
+        said = "diffusers ties the encoder's first width to the latent channels,"
+        raise InputError(f"{said} {v.latent_channels}; found {v.encoder[0].channels}")
     downs, ups = v.encoder[1::2], v.decoder[1::2]
     return {
         "_class_name": "AutoencoderKLLTX2Video",
