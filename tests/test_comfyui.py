@@ -4,17 +4,19 @@ that can run it."""
 import contextlib
 import json
 import os
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import av
+import httpx
+import psutil
 import pytest
+
+from tests.serve.serving import wait_for
 
 ROOT = Path(__file__).parents[1]
 FOLDER = os.environ.get("COMFYUI_DIR")
@@ -27,21 +29,19 @@ pytestmark = [
 
 
 def ask(address, body=None):
-    data = None if body is None else json.dumps(body).encode()
-    request = Request(address, data, {"Content-Type": "application/json"})
-    with urlopen(request, timeout=30) as answer:
-        found = answer.read()
-    return json.loads(found) if found else None
+    answer = httpx.request("POST" if body else "GET", address, json=body, timeout=30)
+    assert answer.is_success, answer.text
+    return answer.json() if answer.content else None
 
 
 def until(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with contextlib.suppress(OSError):
-            if (found := condition()) not in (None, False, {}):
-                return found
-        time.sleep(0.2)
-    raise TimeoutError(f"not within {seconds} s")
+    """The first value of the condition that is true, once its server answers."""
+
+    def found():
+        with contextlib.suppress(httpx.HTTPError):
+            return condition()
+
+    return wait_for(found, seconds)
 
 
 @contextlib.contextmanager
@@ -57,10 +57,7 @@ def running(words, folder, name, **how):
 
 
 def free_port():
-    import socket
-
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as one:
         return one.getsockname()[1]
 
 
@@ -71,15 +68,10 @@ def folder(tmp_path_factory):
     for name in ("custom_nodes", "input", "output", "models"):
         (base / name).mkdir()
     (base / "custom_nodes/ltx2rt").symlink_to(ROOT / "examples/comfyui")
-    command = [
-        sys.executable,
-        *["-m", "ltx2rt", "generate", "--backend", "cuda", "--device", "cpu", "--model"],
-        MODEL,
-    ]
-    clip = ["--prompt", "a red circle grows", *"--width 128 --height 128 --num-frames 25".split()]
-    subprocess.run(
-        [*command, *clip, "--seed", "1", "--output", base / "input/clip.mp4"], check=True, cwd=ROOT
-    )
+    words = "generate --backend cuda --device cpu --width 128 --height 128 --num-frames 25".split()
+    words += ["--model", MODEL, "--prompt", "a red circle grows", "--seed", "1"]
+    words += ["--output", base / "input/clip.mp4"]
+    subprocess.run([sys.executable, "-m", "ltx2rt", *words], check=True, cwd=ROOT)
     with av.open(str(base / "input/clip.mp4")) as file:
         next(file.decode(video=0)).to_image().save(base / "input/example.png")
     return base
@@ -99,7 +91,7 @@ def server(folder):
 
         def start():
             process = processes.enter_context(running(words, folder, "serve", cwd=ROOT))
-            until(lambda: urlopen(f"http://127.0.0.1:{port}/readyz", timeout=9).status == 200)
+            until(lambda: httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=9).is_success)
             return process
 
         yield f"http://127.0.0.1:{port}", start
@@ -131,10 +123,7 @@ class Queue:
         for node in graph.values():
             if node["class_type"].startswith("LTX2RT"):
                 node["inputs"] |= {key: own[key] for key in own if key in node["inputs"]}
-        try:
-            return ask(f"{self.comfy}/prompt", {"prompt": graph})["prompt_id"]
-        except HTTPError as error:
-            raise AssertionError(error.read()) from None
+        return ask(f"{self.comfy}/prompt", {"prompt": graph})["prompt_id"]
 
     def ended(self, job):
         """Status, the red node's message or "", and the files."""
@@ -174,43 +163,49 @@ def test_an_equal_task_is_not_made_again(queue):
     assert "3" in messages["execution_cached"]["nodes"]
 
 
-def test_a_refusal_is_the_servers_sentence(queue):
-    status, failed, *_ = queue.ended(queue.send("text", advanced="video_cgf = 2.0"))
-    assert status == "error"
-    assert "video_cgf" in failed
-    assert "video_cfg" in failed
+OWN = {
+    "command": f"{sys.executable} -m ltx2rt", "arguments": "--backend cuda --device cpu",
+    "token": "", "width": 128, "height": 128,
+}  # fmt: skip
 
 
-def test_a_wrong_token_is_said(queue):
-    status, failed, *_ = queue.ended(queue.send("text", token="another-token-of-sixteen", seed=8))
-    assert status == "error"
-    assert "token" in failed
+@pytest.mark.parametrize("changed, words", [
+    ({"advanced": "video_cgf = 2.0"}, ("video_cgf", "video_cfg")),
+    ({"token": "another-token-of-sixteen", "seed": 8}, ("token",)),
+    ({**OWN, "model": "/no/such/model", "seed": 12}, ("/no/such/model",)),
+])  # fmt: skip
+def test_a_refusal_is_the_servers_sentence(queue, changed, words):
+    status, failed, *_ = queue.ended(queue.send("text", **changed))
+    assert status == "error" and all(word in failed for word in words)
 
 
-def jobs(queue):
-    request = Request(f"{queue.address}/v1/videos", headers={"Authorization": f"Bearer {TOKEN}"})
-    with urlopen(request, timeout=30) as answer:
-        return json.loads(answer.read())["data"]
+def running_job(queue, seed, **changed):
+    """A job that was sent and runs on the server."""
+    job = queue.send("text", seed=seed, **changed)
+    until(lambda: (first(queue)["status"], first(queue)["x"]["seed"]) == ("in_progress", seed))
+    return job
+
+
+def first(queue):
+    """The server's latest job."""
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.get(f"{queue.address}/v1/videos", headers=headers, timeout=30).json()["data"][0]
 
 
 def test_cancel_cancels_the_job(queue):
-    job = queue.send("text", seed=9, steps=300)
-    until(lambda: jobs(queue)[0]["status"] == "in_progress" and jobs(queue)[0]["x"]["seed"] == 9)
-    ask(f"{queue.comfy}/interrupt", {})
+    job = running_job(queue, seed=9, steps=300)
+    httpx.post(f"{queue.comfy}/interrupt", json={})
     status, _, _, messages = queue.ended(job)
     assert (status, "execution_interrupted" in messages) == ("error", True)
-    last = until(lambda: jobs(queue)[0]["status"] == "failed" and jobs(queue)[0])
+    last = until(lambda: (one := first(queue))["status"] == "failed" and one)
     assert last["error"]["code"] == "cancelled"
 
 
 def test_a_killed_server_that_comes_back_goes_on(queue, server):
-    job = queue.send("text", seed=10, steps=60, width=128, height=128)
-    until(lambda: jobs(queue)[0]["status"] == "in_progress" and jobs(queue)[0]["x"]["seed"] == 10)
-    found = subprocess.run(
-        ["pgrep", "-f", str(queue.folder / "tokens")], capture_output=True, text=True
-    )
-    for pid in found.stdout.split():
-        os.kill(int(pid), signal.SIGKILL)
+    job = running_job(queue, seed=10, steps=60, width=128, height=128)
+    for process in psutil.process_iter(["cmdline"]):
+        if str(queue.folder / "tokens") in (process.info["cmdline"] or ()):
+            process.kill()
     time.sleep(1)
     server[1]()
     status, failed, paths, _ = queue.ended(job)
@@ -219,27 +214,6 @@ def test_a_killed_server_that_comes_back_goes_on(queue, server):
 
 
 def test_a_node_starts_a_server_of_its_own(queue):
-    command = f"{sys.executable} -m ltx2rt"
-    started = {
-        "model": str(MODEL),
-        "command": command,
-        "arguments": "--backend cuda --device cpu",
-        "token": "",
-        "width": 128,
-        "height": 128,
-    }
-    status, failed, paths, _ = queue.ended(queue.send("text", seed=11, **started))
+    status, failed, paths, _ = queue.ended(queue.send("text", seed=11, **OWN, model=str(MODEL)))
     assert (status, failed) == ("success", "")
     assert shape(paths[0]) == (25, 128, 128, True)
-
-
-def test_a_model_that_is_none_is_said(queue):
-    command = shutil.which("ltx2rt") or f"{sys.executable} -m ltx2rt"
-    started = {
-        "model": "/no/such/model",
-        "command": command,
-        "arguments": "--backend cuda --device cpu",
-    }
-    status, failed, *_ = queue.ended(queue.send("text", seed=12, **started))
-    assert status == "error"
-    assert "/no/such/model" in failed

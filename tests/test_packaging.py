@@ -41,36 +41,29 @@ def test_the_wheel_holds_four_typed_packages_and_the_licence(built):
         names = wheel.namelist()
         (licence,) = [name for name in names if name.endswith("dist-info/licenses/LICENSE")]
         assert wheel.read(licence) == (ROOT / "LICENSE").read_bytes()
-        (metadata,) = [
-            wheel.read(name).decode() for name in names if name.endswith("dist-info/METADATA")
-        ]
+        (metadata,) = [name for name in names if name.endswith("dist-info/METADATA")]
+        fields = message_from_string(wheel.read(metadata).decode())
     top = {name.split("/")[0] for name in names}
     assert {name for name in top if not name.endswith(".dist-info")} == PACKAGES
     assert {name for name in names if name.endswith("py.typed")} == {
         f"{package}/py.typed" for package in PACKAGES
     }
-    expected = {path.relative_to(ROOT) for path in (ROOT / "ltx2rt").rglob("*.py")}
-    assert expected == {
-        Path(name) for name in names if name.startswith("ltx2rt/") and name.endswith(".py")
-    }
-    page = {path.relative_to(ROOT) for path in (ROOT / "ltx2rt/serve/page").iterdir()}
-    assert page and page <= {Path(name) for name in names}
-    fields = message_from_string(metadata)
+    expected = {str(path.relative_to(ROOT)) for path in (ROOT / "ltx2rt").rglob("*.py")}
+    assert expected == {n for n in names if n.startswith("ltx2rt/") and n.endswith(".py")}
+    page = {str(path.relative_to(ROOT)) for path in (ROOT / "ltx2rt/serve/page").iterdir()}
+    assert page and page <= set(names)
     assert fields["License-Expression"] == "Apache-2.0" and fields["Author"]
     assert "Typing :: Typed" in fields.get_all("Classifier", [])
-    needs = fields.get_all("Requires-Dist", [])
-    assert not [
-        need for need in needs if need.startswith(("torch", "jax", "triton")) and "<" in need
-    ]  # no downgrade
+    needs, big = fields.get_all("Requires-Dist", []), ("torch", "jax", "triton")
+    assert not [need for need in needs if need.startswith(big) and "<" in need]  # no downgrade
 
 
 def test_the_source_archive_holds_all_of_a_folder_or_nothing(built):
     with tarfile.open(built[1]) as tar:
         names = [name.split("/", 1)[1] for name in tar.getnames() if "/" in name]
     assert not [name for name in names if name.startswith(("tests", "benchmarks", ".ci"))]
-    assert {"LICENSE", "README.md", "pyproject.toml", "kernels/ltx2rt_kernels/py.typed"} <= set(
-        names
-    )
+    needed = {"LICENSE", "README.md", "pyproject.toml", "kernels/ltx2rt_kernels/py.typed"}
+    assert needed <= set(names)
     assert not [name for name in names if name.endswith(".safetensors")]  # models stay in the clone
 
 
@@ -88,19 +81,16 @@ def installed(built, tmp_path_factory) -> Path:
 
 @pytest.mark.long
 def test_the_installed_wheel_makes_a_clip_without_the_clone(installed, tmp_path):
-    def run(*words: object) -> str:
+    def run(*words: object, program: str = "ltx2rt") -> str:
         ran = subprocess.run(
-            [installed / "ltx2rt", *map(str, words)], cwd=tmp_path, env=OUTSIDE,
+            [installed / program, *map(str, words)], cwd=tmp_path, env=OUTSIDE,
             capture_output=True, text=True,
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr
         return ran.stdout
 
     where = "import ltx2rt, ltx2rt_cuda, ltx2rt_tpu; print(ltx2rt.__file__, ltx2rt_cuda.__file__)"
-    found = subprocess.run(
-        [installed / "python", "-c", where], cwd=tmp_path, env=OUTSIDE, capture_output=True,
-        text=True, check=True,
-    ).stdout.split()  # fmt: skip
+    found = run("-c", where, program="python").split()
     assert all(Path(name).is_relative_to(installed.parent) for name in found)
     assert run("--version").split() == ["ltx2rt", VERSION]
     model = ROOT / "examples/tiny-trained"
@@ -119,9 +109,8 @@ def test_the_changelog_has_the_version():
 
 def test_every_sentence_about_installing_names_an_extra_of_the_clone():
     """The package is in no index: `pip install` means the clone, `.[EXTRA]`."""
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
-        "optional-dependencies"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
     said = re.compile(r"(ltx2rt|pip install '\.)\[([^]]*)\]")
     files = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
     for folder in ("ltx2rt", "backends", "kernels", "examples", "benchmarks"):

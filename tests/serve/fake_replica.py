@@ -12,6 +12,7 @@ import signal
 import sys
 import time
 from base64 import b64encode
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -54,10 +55,8 @@ def main() -> None:
         steps, seconds, *what = job["clip"]["prompt"].split(":")
         what = what[0] if what else ""
         if what.startswith(("once-", "first-")):
-            mark = (
-                Path(job["stem"]).parent.parent
-                / f"{what}.{job['id'] if what.startswith('once-') else 'any'}"
-            )
+            whose = job["id"] if what.startswith("once-") else "any"
+            mark = Path(job["stem"]).parents[1] / f"{what}.{whose}"
             what = "" if mark.exists() else what.partition("-")[2]
             mark.touch()
         for step in range(int(steps) + 1):
@@ -65,15 +64,8 @@ def main() -> None:
                 tell("cancelled", **named)
                 break
             fraction = step / int(steps)
-            tell(
-                "progress",
-                **named,
-                stage="stage1",
-                step=step,
-                of=int(steps),
-                fraction=fraction,
-                eta_s=None,
-            )
+            at = {"step": step, "of": int(steps), "fraction": fraction}
+            tell("progress", **named, stage="stage1", **at, eta_s=None)
             if step and job["id"] in watched:
                 tell("preview", **named, number=step, jpeg=b64encode(b"a picture").decode())
             time.sleep(float(seconds))
@@ -96,19 +88,15 @@ def main() -> None:
                 if what == "lie":
                     tell("done", id=job["id"], epoch=job["epoch"] - 1, result={})
         else:
-            report = {
-                "seed": job["clip"].get("seed"),
-                "stages": [{"name": "stage1", "time_s": 0.1}],
-                "programs_built": 0,
-            }
+            report = {"seed": job["clip"].get("seed"), "programs_built": 0}
+            report["stages"] = [{"name": "stage1", "time_s": 0.1}]
+            writes = (
+                partial(made, job),
+                lambda path: path.write_bytes(b"RIFF"),
+                partial(dict, report),
+            )
             try:
-                result = publish(
-                    Path(job["stem"]),
-                    lambda number, path, job=job: made(job, number, path),
-                    lambda path: path.write_bytes(b"RIFF"),
-                    lambda report=report: report,
-                    job.get("n", 1),
-                )
+                result = publish(Path(job["stem"]), *writes, job.get("n", 1))
             except OSError as error:
                 tell("failed", **named, code=STORAGE, message=str(error))
                 continue

@@ -81,10 +81,9 @@ def test_every_method_of_the_official_client(server, tmp_path):
         remix = api.videos.remix(video.id, prompt="1:0.01")
         assert remix.remixed_from_video_id == video.id and remix.x["seed"] == 7
         assert remix.prompt == "1:0.01"
-        picture, small = ("../../x.png", png()), {**SMALL, "size": None}
-        shown = api.videos.create(
-            prompt="1:0.01", input_reference=picture, size="64x64", extra_body=small
-        )
+        picture = ("../../x.png", png())
+        small = {"size": "64x64", "extra_body": {**SMALL, "size": None}}
+        shown = api.videos.create(prompt="1:0.01", input_reference=picture, **small)
         assert len(shown.x["settings"]["images"]) == 1
         ids = [video.id for video in api.videos.list(limit=2)]
         assert {video.id, remix.id, shown.id} <= set(ids) and ids == sorted(ids, reverse=True)
@@ -400,15 +399,8 @@ def test_pages_and_their_refusals(server):
     assert got["last_id"] == ids[3]
     after = page(after=ids[2], order="asc", limit=100).json()
     assert [video["id"] for video in after["data"]] == ids[3:] and not after["has_more"]
-    wrong = (
-        ("limit", 0),
-        ("limit", "1e3"),
-        ("order", "up"),
-        ("after", "video_x"),
-        ("status", "gone"),
-    )
-    for name, value in wrong:
-        error_of(page(**{name: value}), 400)
+    for wrong in ("limit=0", "limit=1e3", "order=up", "after=video_x", "status=gone"):
+        error_of(page(**dict([wrong.split("=")])), 400)
 
 
 def test_content_in_ranges_and_with_a_tag(server):
@@ -605,10 +597,8 @@ def test_other_hosts_and_other_pages_are_refused(server):
         return error_of(server.http.request(method, path, **how), status)["code"]
 
     own = server.url.removeprefix("http://")
-    for host in (
-        *("evil.example", "[", "evil@localhost", "localhost#evil", "localhost.evil"),
-        *("127.0.0.1.evil", "localhost:999999"),
-    ):
+    hosts = "evil.example [ evil@localhost localhost#evil localhost.evil 127.0.0.1.evil localhost:999999"
+    for host in hosts.split():
         assert refused(403, headers={"host": host}) == "bad_host"
     for origin in ("http://evil.example", "http://["):
         answer = server.post(headers={"origin": origin})
@@ -624,26 +614,25 @@ def test_other_hosts_and_other_pages_are_refused(server):
     assert "default-src 'self'" in server.http.get("/").headers["content-security-policy"]
 
 
-@pytest.mark.parametrize("sent", [
-    b"GET / HTTP/1.1\r\n\r\n",
-    b"\x16\x03\x01\x02\0\x01\0\r\n\r\n",
-    b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: "
-    b"2\r\n\r\n",
-    b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n",
-    b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 20_000_000,
+POST = b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\n"
+
+
+@pytest.mark.parametrize("sent, words", [
+    (b"GET / HTTP/1.1\r\n\r\n", b""),
+    (b"\x16\x03\x01\x02\0\x01\0\r\n\r\n", b""),
+    (POST + b"content-length: 1\r\ncontent-length: 2\r\n\r\n", b""),
+    (POST + b"transfer-encoding: gzip\r\n\r\n", b""),
+    # a proxy in front may have taken the other one, and what follows for another's request
+    (POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\nGET /healthz HTTP/1.1\r\n"
+     b"host: localhost\r\n\r\n", b"content-length and transfer-encoding: expected one of them"),
+    (b"GET /healthz HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 20_000_000, b""),
 ])  # fmt: skip
-def test_what_is_no_http_is_refused_like_the_rest(server, sent):
-    head, _, body = raw(server, sent).partition(b"\r\n\r\n")
+def test_what_is_no_http_is_refused_like_the_rest(server, sent, words):
+    """And ends the connection."""
+    answer = raw(server, sent)
+    head, _, body = answer.partition(b"\r\n\r\n")
     assert b" 400 " in head.splitlines()[0] and b'"code": "invalid_value"' in body
-
-
-def test_two_lengths_of_a_body_end_the_connection(server):
-    """A proxy in front may have taken the other one, and what follows for another's request."""
-    both = b"POST /v1/videos HTTP/1.1\r\nhost: localhost\r\ncontent-length: 5\r\n"
-    both += b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n"
-    answer = raw(server, both + b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n")
-    assert answer.count(b"HTTP/1.1 ") == 1 and answer.startswith(b"HTTP/1.1 400 ")
-    assert b"content-length and transfer-encoding: expected one of them" in answer
+    assert answer.count(b"HTTP/1.1 ") == 1 and words in body
 
 
 @pytest.mark.long
@@ -916,9 +905,9 @@ def test_a_stream_follows_a_job_and_ends_with_it(server, fragments):
     assert first.headers["content-type"] == "video/mp4" and "content-length" not in first.headers
 
 
-@pytest.mark.parametrize(
-    "more", [{"noise_level": 0.5}, {"mask_box": [0, 0, 16, 16], "fit": "crop", "width": 96}]
-)
+@pytest.mark.parametrize("more", [
+    {"noise_level": 0.5}, {"mask_box": [0, 0, 16, 16], "fit": "crop", "width": 96},
+])  # fmt: skip
 def test_segments_of_a_given_clip(server, tmp_path, more):
     """Of 25 frames, at its own size or another."""
     kept = data_url(moving(tmp_path), "video/mp4")
