@@ -62,9 +62,11 @@ class CalibrationRuns:
     ):
         self.session, self.request, self.prompts = session, request, tuple(prompts)
         self.folder, self.say = folder, say
+        of_clips, settings = flagged(Prompt, AllSkips), request.settings(named)
+        kept = {name: value for name, value in settings.items() if name not in of_clips}
         self.about = {
             "model": model_of(session),
-            "settings": _settings(request) | {"options": options_of(session)},
+            "settings": kept | {"options": options_of(session)},
             "prompts": [*self.prompts],
         }
         self._alone = ExitStack()
@@ -142,7 +144,7 @@ class CalibrationRuns:
         if (waveform := run.waveform()) is not None:
             made["waveform"] = resample(waveform, run.sample_rate, RATE).astype(np.float32)
         if keep:
-            stage = _planned(run.plan.stages)
+            stage = next(x for x in run.plan.stages if isinstance(x, Denoise))  # which is planned
             for name in stage.made:
                 start, steps, x0 = (
                     run.state.record[f"{stage.name}.{name}.{what}"]
@@ -270,17 +272,6 @@ def table(document: Mapping[str, Any]) -> str:
         if "advice" in plan:
             lines.append(f"  {plan['advice']}")
     return "\n".join(lines)
-
-
-def _planned(stages: Sequence[Any]) -> Denoise:
-    """The stage that a plan is for: the first that denoises."""
-    return next(stage for stage in stages if isinstance(stage, Denoise))
-
-
-def _settings(request: Any) -> dict[str, Any]:
-    dropped = flagged(Prompt, AllSkips)
-    settings = request.settings(named)
-    return {name: value for name, value in settings.items() if name not in dropped}
 
 
 def _words(way: Mapping[str, Any]) -> str:

@@ -156,25 +156,18 @@ def make_checkpoint(
 def _check_folder(directory: Path, plan: Manifest, room: bool) -> None:
     """Raises InputError for a folder that holds one of the plan's files or another model's, and,
     where `room` is asked for, for a disk without it."""
-    if room:
-        tensors = (tensor for file in plan.tensors.values() for tensor in file.values())
-        _check_room(directory, sum(tensor.info.nbytes for tensor in tensors))
+    nearest = existing_folder(directory.absolute() / "a file")
+    if room and not nearest.is_dir():
+        raise InputError(f"{nearest}: is a file; pass a folder to write the checkpoint into")
+    needed = sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values())
+    if room and (free := shutil.disk_usage(nearest).free) < needed:
+        lacking = f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+        raise InputError(f"{directory}: {lacking}; choose another disk")
     if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
     if others := sorted(directory.glob("*.safetensors*")):
         found = f"holds files of another model, such as {others[0].name}"
         raise InputError(f"{directory} {found}; pass an empty folder")
-
-
-def _check_room(directory: Path, needed: int) -> None:
-    """The nearest existing folder must be one, and have room."""
-    nearest = existing_folder(directory.absolute() / "a file")
-    if not nearest.is_dir():
-        raise InputError(f"{nearest}: is a file; pass a folder to write the checkpoint into")
-    free = shutil.disk_usage(nearest).free
-    if free < needed:
-        lacking = f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-        raise InputError(f"{directory}: {lacking}; choose another disk")
 
 
 def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Manifest:
@@ -259,8 +252,11 @@ def _add_component_files(
     sections["vocoder"] = None
     own = tensors_of(shapes["transformer"]) | connectors
     add("transformer", own, sections, gemma_source_checkpoint=source)
-    text_encoder = _gemma4_file(config.gemma, shapes["gemma"], projection, gemma_version)
-    plan.add(f"{name}-text-encoder.safetensors", *text_encoder)
+    encoder = gemma4_tensors(config.gemma, shapes["gemma"], "model.", FLAT_TOWERS)
+    json_ = gemma4.gemma4_json(config.gemma, gemma4.towers_json(config.gemma))
+    stated = {"format": "pt", "gemma_config": json.dumps(json_ | {"gemma_version": gemma_version})}
+    files = encoder | projection | assets(config.gemma)
+    plan.add(f"{name}-text-encoder.safetensors", files, stated)
     for suffix, tensors, section in _video_vae_files(config, shapes, whole["vae"]):
         add(suffix, tensors, {"vae": section})
     sound = tensors_of(shapes["audio_vae"]) | tensors_of(shapes["vocoder"])
@@ -271,19 +267,6 @@ def _add_component_files(
             if part.name in UPSAMPLERS:
                 suffix = _upsampler(config.need(part.name))
             add(suffix, tensors_of(shapes[part.name]), part.write(config, "official"))
-
-
-def _gemma4_file(
-    gemma: Gemma4Config,
-    shapes: Mapping[str, tuple[int, ...]],
-    projection: dict[str, Tensor],
-    version: str,
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Tensors of the text encoder, the text projection and the tokenizer, and the metadata."""
-    tensors = gemma4_tensors(gemma, shapes, "model.", FLAT_TOWERS) | projection | assets(gemma)
-    towers = gemma4.towers_json(gemma)
-    config = gemma4.gemma4_json(gemma, towers) | {"gemma_version": version}
-    return tensors, {"format": "pt", "gemma_config": json.dumps(config)}
 
 
 def _video_vae_files(

@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import Any, cast
 from xml.sax.saxutils import quoteattr
 
-import numpy as np
-
 from ltx2rt.errors import InputError, concerning
 from ltx2rt.text_files import read_bytes
 from ltx2rt.version import VERSION
@@ -190,6 +188,8 @@ def _add_ingredient(builder: Any, path: Path, role: str, label: str) -> None:
 
 def read_signature(certificate: Path, key: Path) -> Signature:
     """The signature of `--sign`. Raises InputError unless readers of C2PA would accept it."""
+    from PIL import Image
+
     try:
         import c2pa
         from cryptography import x509
@@ -214,9 +214,11 @@ def read_signature(certificate: Path, key: Path) -> Signature:
     if not begin <= datetime.now(UTC) <= end:
         raise InputError(f"--sign: {certificate} is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}")
     signature = Signature(texts[0], texts[1], _algorithm(private, key))
-    to = io.BytesIO()
+    pixel, to = io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (1, 1)).save(pixel, "PNG")
+    pixel.seek(0)
     try:
-        Origin("a model", "", "check", now(), signature=signature)._sign("image/png", _pixel(), to)
+        Origin("a model", "", "check", now(), signature=signature)._sign("image/png", pixel, to)
         read = json.loads(c2pa.Reader("image/png", to).json())
     except c2pa.C2paError as error:
         raise InputError(f"--sign: {certificate} cannot sign: {error}") from None
@@ -236,12 +238,3 @@ def _algorithm(private: Any, key: Path) -> str:
             return name
     known = "Ed25519, RSA or ECDSA on P-256, P-384, P-521"
     raise InputError(f"--sign: {key} is of a kind that C2PA does not use; expected {known}")
-
-
-def _pixel() -> io.BytesIO:
-    from PIL import Image
-
-    file = io.BytesIO()
-    Image.fromarray(np.zeros((1, 1, 3), np.uint8)).save(file, "PNG")
-    file.seek(0)
-    return file

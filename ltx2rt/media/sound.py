@@ -64,7 +64,8 @@ def read_sound(
     beyond full scale.
     """
     track = _decoded(path, start_s, max_duration_s, on_time)
-    waveform = np.zeros((track.channels, max(track.end - track.skip, 0)), np.float32)
+    end = min(track.position, track.stop)
+    waveform = np.zeros((track.channels, max(end - track.skip, 0)), np.float32)
     for at, samples in track.pieces:
         start = max(at - track.skip, 0)
         waveform[:, start : start + samples.shape[1]] = samples
@@ -84,7 +85,8 @@ def read_sound(
         if len(track.lost) > 1:
             where = f"in {len(track.lost)} places, the first {where}"
         say(f"{path}: {lost_s:.3g} s of its sound are missing {where}; silence is put there")
-    if track.ends_early:
+    late_s = 2 * track.longest / track.rate  # a codec adds a frame or less
+    if track.position < track.stop and track.promised_s - track.ends_s > late_s:
         ends = f"ends at {track.ends_s:.4g} s, its header says {track.promised_s:.4g} s"
         say(f"{path}: its sound {ends}; if it is cut, copy it again")
     return waveform, track.rate
@@ -112,18 +114,8 @@ class _Track:
     lost: list[tuple[float, float]] = field(default_factory=list)
 
     @property
-    def end(self) -> int:
-        return min(self.position, self.stop)
-
-    @property
     def ends_s(self) -> float:
         return self.first_s + self.position / self.rate
-
-    @property
-    def ends_early(self) -> bool:
-        """Whether it ends before the header's length; a codec adds a frame or less."""
-        late_s = 2 * self.longest / self.rate
-        return self.position < self.stop and self.promised_s - self.ends_s > late_s
 
     def add(self, path: Path, frame: Any) -> None:
         """Append the next frame, after silence for samples lost before it."""
