@@ -307,7 +307,7 @@ def test_every_fault_is_found_before_a_clip_is_encoded(model, reported, tmp_path
     assert run_train(model, *words) == 2
     told = capsys.readouterr().err.splitlines()
     assert "8 of 9 files cannot be used; --skip-bad leaves them out" in told[-1]
-    assert "64x64x9: 1 samples, at most 0% of the picture cut" in "".join(told)
+    assert "64x64x9: 1 sample, at most 0% of the picture cut" in "".join(told)
     for name, why in reasons.items():
         assert any("skipped: " in line and name in line and why in line for line in told), name
     assert not cache.exists()
