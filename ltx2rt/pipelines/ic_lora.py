@@ -129,7 +129,8 @@ class ICLora(Request):
                 )
 
     def resolved(self: Any, model: ModelConfig) -> Any:
-        full = replace(super().resolved(model), audio_from=self.audio_from or self.last_stage)
+        last = "stage1" if self.skip_stage_2 else "stage2"
+        full = replace(super().resolved(model), audio_from=self.audio_from or last)
         if full.paints:
             full._check_mask(*full._masked)
         return full
@@ -164,10 +165,6 @@ class ICLora(Request):
         region.check()
         if not any(mask.any() for mask in region.masks()):
             raise self[Mask].black()
-
-    @property
-    def last_stage(self) -> str:
-        return "stage1" if self.skip_stage_2 else "stage2"
 
     @property
     def size_px(self) -> tuple[int, int]:

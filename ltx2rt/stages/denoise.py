@@ -192,15 +192,39 @@ class Denoise(Stage):
     def shape(
         self, model: ModelConfig, states: Mapping[str, ModalityState]
     ) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-        """The sizes of its guided step; feeds from positions, masks and clean latents."""
-        shape, feeds = step_shape(
-            model, states, self.branches, self.num_videos, self.rule, self.frozen
+        """The sizes of its guided step; feeds from positions, masks and clean latents, but not
+        `video_attention_mask`, which is large."""
+        video, audio = states.get("video"), states.get("audio")
+        feeds = transformer.position_feeds(
+            model.transformer, *(x.positions if x else None for x in (video, audio))
         )
-        blocks = tuple(sorted(set(self.stg_blocks), key=str)) if self.branches.perturbed else ()
-        g = self.geometry
-        groups = (g.frames + 1, g.audio_latents + 1) if self.relay else (0, 0)
-        more = {"relay": groups, "nag": self._moved}
-        return replace(shape, sampler=self.stepping, stg_blocks=blocks, **more), feeds
+        for name, state in states.items():
+            feeds[f"{name}_clean"] = state.clean[0]
+            if name not in self.frozen:
+                feeds |= guided_step.mask_feeds(name, state.mask[0, :, 0])
+        if video and model.transformer.keyframe_vector:
+            assert video.keyframes is not None
+            feeds["video_keyframes_mask"] = video.keyframes
+        g, branches = self.geometry, self.branches
+        shape = guided_step.StepShape(
+            branches=branches,
+            video_tokens=video.shape[1] if video else 0,
+            audio_tokens=audio.shape[1] if audio else 0,
+            text_tokens=PROMPT_TOKENS,
+            coordinates=transformer.coordinate_counts(feeds),
+            video_levels=len(feeds.get("video_levels", [0])),
+            audio_levels=len(feeds.get("audio_levels", [0])),
+            rule=self.rule,
+            videos=self.num_videos,
+            streams=tuple(states),
+            frozen=self.frozen,
+            masked=bool(video and video.masked),
+            sampler=self.stepping,
+            stg_blocks=tuple(sorted(set(self.stg_blocks), key=str)) if branches.perturbed else (),
+            relay=(g.frames + 1, g.audio_latents + 1) if self.relay else (0, 0),
+            nag=self._moved,
+        )
+        return shape, feeds
 
     @property
     def _moved(self) -> bool:
@@ -413,41 +437,3 @@ def standardised(noise: np.ndarray) -> np.ndarray:
     """Noise scaled to mean 0 and unbiased standard deviation 1, as res2s takes it; float32."""
     x = noise.astype(np.float64)
     return ((x - x.mean()) / x.std(ddof=1)).astype(np.float32)
-
-
-def step_shape(
-    model: ModelConfig,
-    states: Mapping[str, ModalityState],
-    branches: Branches,
-    videos: int = 1,
-    rule: str = "C",
-    frozen: tuple[str, ...] = (),
-) -> tuple[guided_step.StepShape, dict[str, np.ndarray]]:
-    """The sizes of the guided step of these states, and the feeds of positions, masks and clean
-    latents, but not `video_attention_mask`, which is large."""
-    video, audio = states.get("video"), states.get("audio")
-    feeds = transformer.position_feeds(
-        model.transformer, *(x.positions if x else None for x in (video, audio))
-    )
-    for name, state in states.items():
-        feeds[f"{name}_clean"] = state.clean[0]
-        if name not in frozen:
-            feeds |= guided_step.mask_feeds(name, state.mask[0, :, 0])
-    if video and model.transformer.keyframe_vector:
-        assert video.keyframes is not None
-        feeds["video_keyframes_mask"] = video.keyframes
-    structure = guided_step.StepShape(
-        branches=branches,
-        video_tokens=video.shape[1] if video else 0,
-        audio_tokens=audio.shape[1] if audio else 0,
-        text_tokens=PROMPT_TOKENS,
-        coordinates=transformer.coordinate_counts(feeds),
-        video_levels=len(feeds.get("video_levels", [0])),
-        audio_levels=len(feeds.get("audio_levels", [0])),
-        rule=rule,
-        videos=videos,
-        streams=tuple(states),
-        frozen=frozen,
-        masked=bool(video and video.masked),
-    )
-    return structure, feeds

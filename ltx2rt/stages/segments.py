@@ -85,10 +85,6 @@ class SegmentFile(WholeClip):
         return stacked(islice(self.frames(), stop - self.start))
 
     @property
-    def look_path(self) -> Path:
-        return self.path.with_suffix(LOOK)
-
-    @property
     def record_path(self) -> Path:
         return self.path.with_suffix(RECORD)
 
@@ -266,7 +262,7 @@ class ColourLock(Stage):
         new = state.video[:, :, self.kept :]
         shape = (1, -1, 1, 1, 1)
         mean, deviation = (x.reshape(shape) for x in statistics(new))
-        aim, spread = (x.reshape(shape) for x in np.load(self.first.look_path))
+        aim, spread = (x.reshape(shape) for x in np.load(self.first.path.with_suffix(LOOK)))
         locked = (new - mean) * (spread / np.maximum(deviation, 1e-5)) + aim
         moved = (1 - np.float32(self.share)) * new + np.float32(self.share) * locked
         state.video = np.concatenate([state.video[:, :, : self.kept], moved], 2).astype(np.float32)
@@ -309,7 +305,7 @@ class Keep(Stage):
         if state.mel is not None:
             _save(self.part.path.with_suffix(MEL), state.mel)
         if self.look and state.video is not None:
-            _save(self.part.look_path, statistics(state.video))
+            _save(self.part.path.with_suffix(LOOK), statistics(state.video))
         with durable(self.part.path) as partial:
             write_mp4(
                 partial,

@@ -55,10 +55,9 @@ class SourceVideo(Stage):
 
     @property
     def num_frames(self) -> int:
-        """Frames of the file, up to the last one that is encoded."""
-        return span_frames(
-            pixel_frames(self.geometry.frames, self.geometry.time_factor), self.stride
-        )
+        """Frames of the file up to the last one that is encoded: two, then every `stride`-th."""
+        count = pixel_frames(self.geometry.frames, self.geometry.time_factor)
+        return 1 if count == 1 else 2 + (count - 2) * self.stride
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """One call for each shape of a tile."""
@@ -139,11 +138,6 @@ class SourceVideo(Stage):
                     session.backend.to_host(latent) * weights
                 )
         return latents
-
-
-def span_frames(num_frames: int, stride: int) -> int:
-    """A file's frames that `num_frames` span: its first two, then every `stride`-th."""
-    return 1 if num_frames == 1 else 2 + (num_frames - 2) * stride
 
 
 def usable_frames(num_frames: int, time_factor: int, stride: int = 1) -> int:

@@ -11,9 +11,9 @@ import pytest
 import ltx2rt
 from ltx2rt.instruments.ahead import Target, plan_job
 from ltx2rt.instruments.make import standing_for
-from ltx2rt.models.guided_step import Branches
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.dfr import canvas
+from ltx2rt.pipelines.groups.guidance import NEUTRAL
 from ltx2rt.pipelines.groups.images import parse_image
 from ltx2rt.pipelines.request import Loras
 from ltx2rt.run.plan import make_plan
@@ -23,7 +23,7 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Anchor, Image, ModalityState, SeededSlot, audio_state
-from ltx2rt.stages.denoise import Denoise, step_shape
+from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.inset import Cut
 from ltx2rt.stages.refine import Refine
 from ltx2rt.stages.stage import State
@@ -212,7 +212,10 @@ class Reference:
             states["audio"], starts["audio"] = audio[1], audio[0]
         keep = {m: (x.mask.astype(np.float64), x.clean.astype(float)) for m, x in states.items()}
         blend = lambda m, x: x * keep[m][0] + keep[m][1] * (1 - keep[m][0])  # noqa: E731
-        shape, feeds = step_shape(self.session.config, states, Branches())
+        stage = Denoise(
+            name, None, np.array(sigmas), self.loras, Noise((0,)), NEUTRAL, streams=tuple(states)
+        )
+        shape, feeds = stage.shape(self.session.config, states)
         call = Call("guided-step", shape, steps=1, loras=self.loras)
         feeds |= {f"{m}_context": self.state.contexts[m][:1] for m in states}
         record, x = self.state.record, {}

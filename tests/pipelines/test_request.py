@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,24 +20,16 @@ from ltx2rt.pipelines.groups.images import Images, parse_image
 from ltx2rt.pipelines.groups.size import check_step, parse_fps
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.pipelines.two_stage import TwoStage
-from ltx2rt.release import NEGATIVE_PROMPT, named
+from ltx2rt.release import NEGATIVE_PROMPT
 from ltx2rt.session.options import LoraSpec, ModelOptions, parse_lora
 from ltx2rt.stages.conditioning import ImageSpec
+from ltx2rt.weights.presets import preset
 from tests.conftest import refused
 
 
-def model(generation="2.3", num_layers=48, version=()):
-    """Only what `resolve` may look at."""
-    return SimpleNamespace(
-        release=named(generation),
-        version=version or tuple(int(part) for part in generation.split(".")),
-        part=lambda name: None,
-        upsampler=None,
-        image_crf=33,
-        transformer=SimpleNamespace(keyframe_vector=False, num_layers=num_layers,
-                                    rope_max_pos=(20, 2048, 2048), audio_rope_max_pos=20),
-        video_vae=SimpleNamespace(space_factor=32, time_factor=8),
-    )  # fmt: skip
+def model(generation="2.3", num_layers=48):
+    config = preset(f"ltx-{generation}").config
+    return replace(config, transformer=replace(config.transformer, num_layers=num_layers))
 
 
 REQUEST = TwoStage("a cat")

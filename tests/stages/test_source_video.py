@@ -11,7 +11,7 @@ from ltx2rt.media.images import fit
 from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.source_video import SourceVideo, span_frames, usable_frames
+from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.tiling import Tiling, plan_encoder_tiles, space_spans, time_spans
 from ltx2rt.testing import relative_l2
@@ -164,4 +164,3 @@ def test_a_file_that_is_too_short_is_refused(session, file):
 )  # fmt: skip
 def test_usable_frames(given, stride, usable):
     assert usable_frames(given, 8, stride) == usable
-    assert span_frames(usable, stride) <= given
