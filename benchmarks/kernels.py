@@ -33,7 +33,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from ltx2rt_cuda import CudaBackend
+from ltx2rt_cuda.backend import CudaBackend
 from ltx2rt_cuda.ops import OPS, WITH_KERNEL
 from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_kernels.choose import why_not

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from ltx2rt_cuda import CudaBackend
+from ltx2rt_cuda.backend import CudaBackend
 from ltx2rt_cuda.ops.stored import encode
 from ltx2rt_cuda.ops.table import DTYPES
 

@@ -1,18 +1,17 @@
 """The PyTorch backend: NVIDIA GPUs, or the CPU."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ltx2rt_cuda.backend import CudaBackend
     from ltx2rt_cuda.module import as_module
 
-__all__ = ["CudaBackend", "as_module"]
-HOMES = {"CudaBackend": "backend", "as_module": "module"}
+__all__ = ["as_module"]
 
 
 def __getattr__(name: str) -> Any:
-    """The package's `factory` is to be had without torch."""
-    if name not in HOMES:
+    """Import `as_module` once it is asked for: the package's `factory` is to be had without torch."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
-    return getattr(import_module(f"ltx2rt_cuda.{HOMES[name]}"), name)
+    from ltx2rt_cuda.module import as_module
+
+    return as_module

@@ -1,10 +1,8 @@
 """Derivatives of exchanges between ranks.
 
-A program of several ranks is one function of what all of them hold, and every exchange in it is
-linear: its derivative is its transpose. all_reduce is its own transpose, all_gather's is
-reduce_scatter, and all_to_all's is the all_to_all that sends everything back. Each rank then has
-its part of the gradient of the sum of all ranks' losses; a parameter that several ranks hold alike
-gets the sum of theirs, which is the trainer's business.
+Every exchange is linear: its derivative is its transpose. all_reduce is its own, all_gather's is
+reduce_scatter, all_to_all's sends everything back. Each rank then has its part of the gradient of
+the sum of all ranks' losses; the trainer sums up what several ranks hold alike.
 """
 
 from __future__ import annotations

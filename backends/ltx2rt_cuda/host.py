@@ -1,8 +1,8 @@
 """The host's memory: weights kept there, from where a GPU fetches them at the full rate of its
 link, and a CPU's own allocations.
 
-Pinned memory is taken in slabs of one size, a power of two: torch rounds pinned sizes up to one, a
-third more for a packed matrix of three, and slabs that one set frees serve the next.
+Pinned memory is taken in slabs of one size, a power of two, to which torch rounds pinned sizes up;
+slabs that one set frees serve the next.
 """
 
 from __future__ import annotations
@@ -82,14 +82,13 @@ class FileWeight:
 
 class SpillFile:
     """A file without a name for weights that have no room in the host's memory and are in no file
-    as the device wants them: merged with LoRAs, say. It is gone when the process ends. It is in
-    TMPDIR, or else in /var/tmp: on many systems /tmp is memory."""
+    as the device wants them. It is in TMPDIR, or else in /var/tmp: /tmp may be memory."""
 
     def __init__(self, size: int):
         """size: bytes that it will take at most. Raises InputError if the disk has no room."""
         usual = FOLDER if os.path.isdir(FOLDER) else tempfile.gettempdir()
         folder = os.environ.get("TMPDIR") or usual
-        said = (
+        self._said = said = (
             f"weights that are merged or encoded while they are loaded need {size / 1e9:.3g} GB of "
             f"the host's memory, or of the disk of {folder}; set TMPDIR to a folder on a disk with "
             "room, or leave out LoRAs and --weights-dtype"
@@ -97,13 +96,12 @@ class SpillFile:
         try:
             self._open = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
             weakref.finalize(self, self._open.close)
-            self._file, self._left = self._open.fileno(), shutil.disk_usage(folder).free
+            self._file, left = self._open.fileno(), shutil.disk_usage(folder).free
         except OSError as error:
             raise InputError(f"{said}: {error.strerror}") from error
         self._end = 0
-        if self._left < size:
-            raise InputError(f"{said}: {self._left / 1e9:.3g} GB are free")
-        self._said = said
+        if left < size:
+            raise InputError(f"{said}: {left / 1e9:.3g} GB are free")
 
     def kept(self, x: Tensor) -> FileWeight:
         """The weight, written. Raises InputError if the disk is full."""
@@ -127,11 +125,10 @@ class SpillFile:
 
 def parked(weights: Mapping[str, Any], pinned: bool = False) -> dict[str, Any]:
     """Copies in the host's memory; done when the device has come so far."""
-    # the others are here
-    on_device = {name: x for name, x in weights.items() if isinstance(x, Tensor)}
     slabs, found = Slabs(pinned), dict(weights)
-    for name, x in on_device.items():
-        found[name] = slabs.like(x).copy_(x, non_blocking=True)
+    for name, x in weights.items():
+        if isinstance(x, Tensor):
+            found[name] = slabs.like(x).copy_(x, non_blocking=True)
     return found
 
 

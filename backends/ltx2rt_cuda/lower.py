@@ -1,7 +1,5 @@
-"""Lower a graph to one FX function of (inputs, weights).
-
-A repeat's body becomes one GraphModule, called once per iteration with that iteration's tensors:
-compiled, it costs one compilation whatever the number of layers.
+"""Lower a graph to one FX function of (inputs, weights). A repeat's body becomes one GraphModule,
+called with each iteration's tensors: it is compiled once whatever the number of layers.
 """
 
 from __future__ import annotations

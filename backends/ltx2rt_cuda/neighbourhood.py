@@ -1,9 +1,6 @@
 """Neighbourhood attention out of plain attention: blocks of queries, each to the box of keys that
-its windows reach.
-
-A query's window is masked within its block's box. One call of the attention takes a line of blocks,
-all columns of a few frames and rows, so that what exists at once are the boxes and masks of one
-line, whatever the length of the clip.
+its windows reach, masked to each query's. One call takes a line of blocks, all columns of a few
+frames and rows: memory holds the boxes and masks of one line.
 """
 
 from __future__ import annotations

@@ -147,13 +147,11 @@ def _key(pool: Recorder, arguments: Sequence[list]) -> tuple:
 
 class Loop:
     """The denoise loop: what leaves it runs once, then one step after the other, recorded where
-    the device can do so.
+    the device can do so, but with streamed weights, which take seconds.
 
-    Steps with streamed weights are not recorded: they take seconds, their launches some
-    milliseconds. A step is recorded again only for other weights: the shapes and branches are the
-    loop's own. NCCL's collectives are recorded with the rest; that no rank records while another
-    replays, they agree on before the first step. The two runs before the recording make the
-    communicators, which a recording cannot.
+    A step is recorded again only for other weights. NCCL's collectives are recorded with the rest;
+    ranks agree before the first step, so that none records while another replays. The two runs
+    before the recording make the communicators, which a recording cannot.
     """
 
     def __init__(

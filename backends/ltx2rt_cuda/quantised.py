@@ -1,7 +1,5 @@
-"""Norms that quantise the rows of an 8-bit product as they write them.
-
-Decides which: a norm's result that quantised linears read, whole or some samples of it. What else
-reads the result finds it as it is; if nothing does, it is not written.
+"""Norms that quantise the rows of an 8-bit product as they write them: those with a result that
+quantised linears read, whole or some samples of it. If nothing else reads it, it is not written.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Compile placed graphs for TPUs that are not there: the real compiler, abstract arguments, no
 weight and no device.
 
-Decides how the compiler is reached and which figures are read from its result. It needs jax and
-`libtpu`, works on any machine, and turns this process into one that sees no accelerator but
-compiles for them.
+It needs jax and `libtpu`, works on any machine, and turns this process into one that sees no
+accelerator but compiles for them.
 """
 
 from __future__ import annotations

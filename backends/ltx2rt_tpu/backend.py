@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 from ltx2rt.backend import DeviceInfo, TensorSource, overlapped
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
+from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
@@ -239,15 +240,13 @@ class TpuBackend:
 
     def device(self) -> DeviceInfo:
         count = jax.device_count(self.jax_device.platform)
-        if self.device_kind == "tpu":
-            stats = [device.memory_stats() or {} for device in jax.local_devices(backend="tpu")]
-            sizes = [(x.get("bytes_limit", 0), x.get("bytes_in_use", 0)) for x in stats]
-            total, free = min(all for all, _ in sizes), min(all - used for all, used in sizes)
-            kind = self.jax_device.device_kind
-            return DeviceInfo("tpu", kind, total, free, count, self.num_hosts)
-        from ltx2rt.placement.devices import host_memory
-
-        return DeviceInfo("cpu", "CPU", *host_memory(), count, self.num_hosts)
+        if self.device_kind == "cpu":
+            return DeviceInfo("cpu", "CPU", *host_memory(), count, self.num_hosts)
+        stats = [device.memory_stats() or {} for device in jax.local_devices(backend="tpu")]
+        sizes = [(x.get("bytes_limit", 0), x.get("bytes_in_use", 0)) for x in stats]
+        total, free = min(all for all, _ in sizes), min(all - used for all, used in sizes)
+        name = self.jax_device.device_kind
+        return DeviceInfo("tpu", name, total, free, count, self.num_hosts)
 
     def peak_bytes(self) -> int | None:
         if self.device_kind == "cpu":

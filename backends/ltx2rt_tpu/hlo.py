@@ -1,8 +1,5 @@
-"""Communication and products of a compiled program, counted in its scheduled HLO.
-
-Decides how often each instruction runs, through the loops and computations it is in, how many bytes
-a collective brings to one device, and the size of each convolution. The text is the compiler's own,
-of any TPU generation.
+"""Communication and products of a compiled program, counted in its scheduled HLO: how often each
+instruction runs, how many bytes a collective brings to one device, the size of each convolution.
 """
 
 from __future__ import annotations
@@ -37,9 +34,8 @@ CALLED = re.compile(
 
 
 def collectives(hlo: str, steps: int | None = None) -> tuple[Counter[str], int]:
-    """Executions of each kind in scheduled HLO text, and the bytes that one device receives.
-
-    steps: how often the outermost loop runs, if its bounds are arguments of the program.
+    """Executions of each kind in scheduled HLO text, and the bytes that one device receives. steps:
+    how often the outermost loop runs, if its bounds are arguments of the program.
 
     A device receives, of results that together have B bytes in a group of g: 2 B (g-1)/g for an
     all-reduce, B (g-1)/g for an all-gather and an all-to-all, B (g-1) for a reduce-scatter, B for a

@@ -13,11 +13,8 @@ SLURM_VARIABLES = tuple(  # which srun sets
 
 
 def hosts(environment: Mapping[str, str]) -> tuple[int, int]:
-    """(this process, how many there are): by HOST_VARIABLES, in a SLURM step, or on a TPU slice.
-
-    In the latter two JAX itself finds where they meet. Raises InputError if HOST_VARIABLES are not
-    complete.
-    """
+    """(this process, how many there are): by HOST_VARIABLES, or where JAX itself finds the others,
+    in a SLURM step or on a TPU slice. Raises InputError if HOST_VARIABLES are not complete."""
     workers = environment.get("TPU_WORKER_HOSTNAMES", "").split(",")
     if given := [name for name in HOST_VARIABLES if name in environment]:
         if missing := [name for name in HOST_VARIABLES if name not in environment]:

@@ -171,11 +171,11 @@ class Program(Ahead):
         if not each or not isinstance(place, NamedSharding):
             return self.function.lower(weights, abstract(inputs, place))
         parts, count = NamedSharding(place.mesh, own(place)), place.mesh.size
-        stacked = {}
-        for name, v in inputs.items():
-            first, *others = v.type.shape
-            shape = (count * first, *others)
-            stacked[name] = ShapeDtypeStruct(shape, v.type.dtype, sharding=parts)
+        led, types = (
+            partial(ShapeDtypeStruct, sharding=parts),
+            {n: v.type for n, v in inputs.items()},
+        )
+        stacked = {n: led((count * t.shape[0], *t.shape[1:]), t.dtype) for n, t in types.items()}
         return self.shared.lower(weights, stacked)
 
     def compile_now(self, each: bool) -> None:

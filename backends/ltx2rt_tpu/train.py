@@ -1,9 +1,8 @@
 """Training of a graph's adapters in JAX: the gradient of the function that is lowered anyway, AdamW
 by optax.
 
-Decides how gradients of several devices combine: each device's loss counts 1 / devices,
-and a parameter's gradient is added up over every mesh axis that does not cut it. Under `shard_map`
-every collective's derivative is its transpose.
+Decides how gradients of several devices combine: each device's loss counts 1 / devices, and a
+parameter's gradient is added up over every mesh axis that does not cut it.
 """
 
 from __future__ import annotations

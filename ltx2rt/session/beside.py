@@ -1,7 +1,6 @@
-"""LoRAs that stay apart from the weights: adapters of a graph, and their values.
-
-Decides how the factors of several LoRAs become one pair for each linear: joined along the rank,
-with zeros up to a power of two, so that LoRAs of equal targets share a program.
+"""LoRAs that stay apart from the weights: adapters of a graph, and their values. The factors of
+several LoRAs become one pair for each linear: joined along the rank, with zeros up to a power of
+two, so that LoRAs of equal targets share a program.
 """
 
 from __future__ import annotations
@@ -39,9 +38,8 @@ class WithAdapters:
         return self.arrays[name] if name in self.arrays else self.source.info(name)
 
     def read(self, name: str, *cuts: Cut) -> Any:
-        return (
-            cut(self.arrays[name], *cuts) if name in self.arrays else self.source.read(name, *cuts)
-        )
+        own = name in self.arrays
+        return cut(self.arrays[name], *cuts) if own else self.source.read(name, *cuts)
 
     def stored(self, format: str, name: str, *cuts: Cut) -> Fields | None:
         return stored_fields(self.source, format, name, *cuts)
@@ -51,10 +49,7 @@ class WithAdapters:
 class LoraAdapters(Mapping[str, np.ndarray]):
     """Adapters of LoRAs on a source's weights, and a mapping of their parameters' names to values,
     float32, that reads them when asked: A [rank, in] and B [out, rank], which has the strength and
-    alpha / rank.
-
-    changes: of each LoRA, by the name of the weight. blocks: how many the transformer has.
-    """
+    alpha / rank. changes: of each LoRA, by weight. blocks: how many the transformer has."""
 
     source: TensorSource
     loras: tuple[Lora, ...]

@@ -1,7 +1,5 @@
-"""Keep a session's weights when the device is too small for them, and cost its stages.
-
-Decides the order of the ways: all on the device, fewer bits, freed once they are used, streamed
-from the host. `plan`, the check before a run, and advice in an error read the same costs.
+"""Keep a session's weights when the device is too small for them, and cost its stages: `plan`, the
+check before a run, and advice in an error read the same costs.
 """
 
 from __future__ import annotations

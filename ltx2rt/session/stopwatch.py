@@ -1,8 +1,5 @@
 """Time, progress and cancelling of a run: the lines on stderr, an observer's events, a report's
-figures.
-
-Decides how time is charged: a stage ends when the device has finished it; loading and warm-up are
-kept apart from the stages they happen in.
+figures. A stage ends when the device has finished it; loading and warm-up are charged apart.
 """
 
 from __future__ import annotations
@@ -171,8 +168,7 @@ class Stopwatch:
             return
         part, left_s = self._part(name, count, steps)
         if not self.total_work:
-            part = count / steps
-            left_s = spent_s * (1 - part) / part if part else None
+            part, left_s = count / steps, spent_s * (steps - count) / count if count else None
         left = "" if left_s is None else f", {left_s:.0f} s left"
         bar = f"{'#' * round(BAR * part):<{BAR}}"
         shown = f"{name}: {count} of {steps} {unit} |{bar}| {part:.0%}{left}"

@@ -16,7 +16,8 @@ import pytest
 import torch
 from flax import nnx
 from ltx2rt_cuda import as_module
-from ltx2rt_tpu import TpuBackend, as_nnx
+from ltx2rt_tpu import as_nnx
+from ltx2rt_tpu.backend import TpuBackend
 from ltx2rt_tpu.weights import weight_specs
 
 from ltx2rt.backend import get_backend

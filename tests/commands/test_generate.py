@@ -10,7 +10,7 @@ from fractions import Fraction
 import av
 import numpy as np
 import pytest
-from ltx2rt_cuda import CudaBackend
+from ltx2rt_cuda.backend import CudaBackend
 from PIL import Image
 from safetensors.numpy import load_file, save_file
 

@@ -162,7 +162,7 @@ def test_a_run_takes_the_memory_that_its_plan_says(preset, gigabytes, size, opti
 
 LIMITED = """
 import device, torch
-from ltx2rt_cuda import CudaBackend
+from ltx2rt_cuda.backend import CudaBackend
 backend = CudaBackend("cuda")
 backend.limit(12.0)
 kept = torch.empty(11 * 10**9, dtype=torch.uint8, device="cuda")

@@ -1,8 +1,8 @@
 """Which attention kernel runs, and why not the others.
 
-On a GPU FlashAttention-3, if it is installed and takes the operands; else torch's own: cuDNN's
-first, which is made for Hopper as FlashAttention-3 is, where it surely has a plan, then torch's
-FlashAttention-2, then those that take any operands. On a CPU, torch's choice.
+On a GPU FlashAttention-3, if it is installed and takes the operands; else torch's own: cuDNN's where
+it surely has a plan, then FlashAttention-2, then those that take any operands. On a CPU, torch's
+choice.
 """
 
 from __future__ import annotations
@@ -99,9 +99,8 @@ def aligned(x: Tensor) -> Tensor:
     if torch.compiler.is_compiling() or x.shape[-1] * x.element_size() % LOAD_BYTES:
         return x
     starts = (x.data_ptr(), *(stride * x.element_size() for stride in x.stride()[:-1]))
-    return (
-        x.clone(memory_format=torch.contiguous_format) if any(n % LOAD_BYTES for n in starts) else x
-    )
+    off = any(n % LOAD_BYTES for n in starts)
+    return x.clone(memory_format=torch.contiguous_format) if off else x
 
 
 def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
@@ -155,25 +154,19 @@ def cpu_part(
     return kernel(q, k, v, attn_mask=mask, scale=scale)
 
 
-def efficient_part(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """The memory-efficient kernel, whatever the mask."""
-    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    y, log_sum, *_ = kernel(q, k, v, mask, compute_log_sumexp=True, scale=scale)
-    return y, log_sum
-
-
 def gpu_part(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Run FlashAttention-2 if nothing is masked: it splits the keys of a head, queries are few."""
+    """Run FlashAttention-2 if nothing is masked: it splits the keys of a head, queries are few. Else
+    the memory-efficient kernel."""
+    q, k, v = aligned(q), aligned(k), aligned(v)
     fits = q.shape[3] % 8 == 0 and q.shape[3] <= 256
     if mask is not None or q.dtype not in (torch.bfloat16, torch.float16) or not fits:
-        return efficient_part(q, k, v, mask, scale)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    y, log_sum, *_ = kernel(aligned(q), aligned(k), aligned(v), scale=scale)
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+        y, log_sum, *_ = kernel(q, k, v, mask, compute_log_sumexp=True, scale=scale)
+    else:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+        y, log_sum, *_ = kernel(q, k, v, scale=scale)
     return y, log_sum
 
 

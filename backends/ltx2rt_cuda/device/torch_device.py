@@ -69,13 +69,11 @@ class Recorder(Protocol):
 
 
 class TorchDevice:
-    """A device of PyTorch, with all in which one kind of device differs from another.
-
-    kind: torch's type of device, and the name in `--device`. group: the backend of
-    torch.distributed, exchanges: whether those can be recorded. queues: a call enqueues its work
-    and returns before it is done. pins: copies come fastest from pinned memory of the host.
-    channels_last: 3-D convolutions multiply in that layout. pads_rows: kernels want the rows of a
-    packed weight to begin on a grid.
+    """A device of PyTorch, with all in which one kind differs from another. kind: torch's type of
+    device, and the name in `--device`. group: the backend of torch.distributed, exchanges: whether
+    those can be recorded. queues: a call returns before its work is done. pins: copies come fastest
+    from pinned memory. channels_last: 3-D convolutions multiply in that layout. pads_rows: kernels
+    want the rows of a packed weight to begin on a grid.
     """
 
     kind = "cpu"
@@ -96,8 +94,6 @@ class TorchDevice:
     def open(self) -> None:
         """Settings of this process, before anything is computed."""
         keep_freed()
-
-    # --- work -------------------------------------------------------------------------------------
 
     def stream(self) -> DeviceStream:
         """A new stream."""
@@ -125,8 +121,6 @@ class TorchDevice:
     def recorder(self) -> Recorder | None:
         """None: every call launches its work again."""
         return None
-
-    # --- memory -----------------------------------------------------------------------------------
 
     def upload(self, x: Tensor) -> Tensor:
         """A tensor of any memory on the device."""
@@ -161,8 +155,6 @@ class TorchDevice:
         """Most bytes that were taken from the device at once; None: not known."""
         return None
 
-    # --- several processes ------------------------------------------------------------------------
-
     def take(self, mesh: str) -> device | None:
         """Use only this process' own device; returns the device that a process group needs.
         mesh: in words. Raises InputError if there is none."""
@@ -174,8 +166,6 @@ class TorchDevice:
 
     def begin(self, group: Any) -> None:
         """The first use of a new process group."""
-
-    # --- attention --------------------------------------------------------------------------------
 
     # softmax(q k^T scale + mask) v: q (B, tokens, heads, head_dim), k, v (B, keys, ...)
     attention = staticmethod(torch_attention)
