@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ONE = re.compile(
-    r"(?<![\w./-])1 (?:(byte|channel|clip|device|file|frame|head|image|job|layer|line|module|pixel"
+    r"(?<![\w./+-])(?<![+-] )1 (?:(byte|channel|clip|device|file|frame|head|image|job|layer|line|module|pixel"
     r"|prompt|sample|segment|step|tensor|token|video)s|(process)es)"
     r"( are| belong| differ| have| wait| were)?(?![\w/-]|\.\w)"
 )

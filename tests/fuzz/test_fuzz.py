@@ -33,10 +33,8 @@ from ltx2rt.weights.files import TensorFile, open_file, write_arrays
 from ltx2rt.weights.lora import open_lora
 from tests.gguf_files import package, random_blocks, write_gguf
 
-COUNTS = {
-    "headers": 500, "ggufs": 500, "loras": 300, "images": 300, "sources": 100, "flags": 16,
-    "configs": 8,
-}  # fmt: skip
+COUNTS = {"headers": 500, "ggufs": 500, "loras": 300, "images": 300, "sources": 100}
+COUNTS |= {"flags": 16, "configs": 8}
 VALUES = [
     *(None, True, False, 0, -1, 1, 2, 3, 7, 2**31, 2**63, 10**9, 1e300, -0.5, float("inf")),
     *("", "x", "0", [], {}),
