@@ -117,12 +117,11 @@ class Repository(Listing):
     def snapshot(self) -> Path:
         """The cache folder, with folders' configs, the list of a model's parts, shard indices."""
 
-        def small(path: Path) -> bool:
-            if len(path.parts) == 1:
-                return path.name == INDEX or SHARD_INDEX.fullmatch(path.name) is not None
-            return len(path.parts) == 2 and path.name == "config.json"
+        def small(name: str) -> bool:
+            top = "/" not in name and (name == INDEX or SHARD_INDEX.fullmatch(name))
+            return bool(top or re.fullmatch(r"[^/]+/config\.json", name))
 
-        return _download(self.repo, {}, [str(path) for path in self.files if small(path)])
+        return _download(self.repo, {}, [*filter(small, map(str, self.files))])
 
     def json(self, path: Path) -> Keys:
         return read_json(self.snapshot / path)

@@ -17,6 +17,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.release import stated
+from ltx2rt.weights import parts
 from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.changes import own_scale
 from ltx2rt.weights.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
@@ -31,17 +32,6 @@ from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.names import collapse
 from ltx2rt.weights.near import entries, models_folder, with_config
 from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION, UPSAMPLERS, names_of, word_of
-from ltx2rt.weights.parts import (
-    INDEX,
-    file_kind,
-    folder_kind,
-    gigabytes,
-    mix,
-    release_of,
-    scan_quietly,
-    type_bytes,
-    type_of,
-)
 from ltx2rt.weights.places import component_sources, official_sources, open_part, version_of
 from ltx2rt.weights.quantised import dequantised, renamed
 from ltx2rt.weights.text_encoder import ASSETS, has_tokenizer, open_gemma
@@ -56,15 +46,15 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     if path.is_dir() and (tree := models_folder(path)):
         return {"path": str(path), "missing": [], "problems": []} | _comfy(path, tree)
-    if path.name == INDEX:
+    if path.name == parts.INDEX:
         kind = "checkpoint"
     elif path.is_dir():
-        kind = folder_kind(path) or "checkpoint"
-        if kind == "checkpoint" and not (path / INDEX).exists():
+        kind = parts.folder_kind(path) or "checkpoint"
+        if kind == "checkpoint" and not (path / parts.INDEX).exists():
             with suppress(InputError):
-                kind = "lora" if file_kind(open_file(lora_file(path))) == "lora" else kind
+                kind = "lora" if parts.file_kind(open_file(lora_file(path))) == "lora" else kind
     else:
-        kind = file_kind(open_file(path))
+        kind = parts.file_kind(open_file(path))
     describe = {"main": _checkpoint, "checkpoint": _checkpoint, "lora": _lora, "gemma": _gemma}
     describe |= dict.fromkeys(UPSAMPLERS, _upsampler)
     part = kind in ROWS and path.is_file()
@@ -74,30 +64,30 @@ def inspect_path(path: str | Path) -> dict[str, Any]:
 
 def _comfy(path: Path, tree: Path) -> dict[str, Any]:
     """A row for each part of LTX-2 in a folder of ComfyUI; if it opens, also its networks."""
-    parts = scan_quietly(entries(tree))
-    files = [("main", file.path) for file in parts.files["main"]]
-    files += [(kind, each) for kind in ROWS for each in parts.files[kind]]
+    near = parts.scan_quietly(entries(tree))
+    files = [("main", file.path) for file in near.files["main"]]
+    files += [(kind, each) for kind in ROWS for each in near.files[kind]]
     rows = [_row(kind, each) for kind, each in files]
-    rows += [{"path": str(each), "kind": "tokenizer"} for each in parts.tokenizer]
+    rows += [{"path": str(each), "kind": "tokenizer"} for each in near.tokenizer]
     found = {"kind": "ComfyUI folder", "parts": rows}
     try:
         return _checkpoint(path) | found
     except InputError as error:
-        return found | {"components": {}, "problems": [*parts.unreadable, str(error)]}
+        return found | {"components": {}, "problems": [*near.unreadable, str(error)]}
 
 
 def _row(kind: str, path: Path) -> dict[str, Any]:
     """A part in a few words."""
     file = open_tensors(path)
-    release = release_of(file) if kind == "main" else stated(file.metadata)
-    family, sizes = release and f"LTX-{release}", type_bytes(dequantised(file))
+    release = parts.release_of(file) if kind == "main" else stated(file.metadata)
+    family, sizes = release and f"LTX-{release}", parts.type_bytes(dequantised(file))
     with suppress(InputError):
         if kind == "gemma":
             family = open_gemma(path)[0].family
         elif not family and kind in UPSAMPLERS:
             family = _upsampler(path)["family"] or ""
     found = {"path": str(path), "kind": PARTS[kind].word, "family": family}
-    return found | {"types": mix(sizes), "bytes": sum(sizes.values())}
+    return found | {"types": parts.mix(sizes), "bytes": sum(sizes.values())}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
@@ -105,7 +95,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     try:
         checkpoint = open_checkpoint(path)
     except InputError as error:
-        if path.is_dir() or path.name == INDEX:
+        if path.is_dir() or path.name == parts.INDEX:
             raise
         file, version = open_file(path), ()
         with suppress(InputError):  # stated, or else told by names and shapes
@@ -220,7 +210,7 @@ def _beside(path: Path) -> dict[str, Any]:
 def _part(path: Path) -> dict[str, Any]:
     """A file of LTX-2.5 with a part of the model."""
     file = open_file(path)
-    kind, version = str(file_kind(file)), file.metadata.get("model_version")
+    kind, version = str(parts.file_kind(file)), file.metadata.get("model_version")
     found = {name: _tensors(source) for name, source in component_sources(kind, file).items()}
     return {"kind": PARTS[kind].word, "version": version, "components": found}
 
@@ -241,7 +231,7 @@ def _upsampler(path: Path) -> dict[str, Any]:
 
 def _other(path: Path) -> dict[str, Any]:
     tensors, kind = open_tensors(path), "unknown"
-    if path.is_dir() and (name := folder_kind(path)):
+    if path.is_dir() and (name := parts.folder_kind(path)):
         kind = f"diffusers component ({name})"
     elif tensors.architecture:
         kind = f"GGUF file of {tensors.architecture!r:.40}, which is not of LTX-2"
@@ -250,12 +240,12 @@ def _other(path: Path) -> dict[str, Any]:
 
 def _tensors(source: TensorReader) -> dict[str, Any]:
     infos = {name: source.info(name) for name in source.names()}
-    sizes = type_bytes(source)
+    sizes = parts.type_bytes(source)
     return {
         "tensors": len(infos),
         "elements": sum(prod(info.shape) for info in infos.values()),
         "bytes": sum(sizes.values()),
-        "dtypes": dict(Counter(map(type_of, infos.values()))),
+        "dtypes": dict(Counter(map(parts.type_of, infos.values()))),
         "dtype_bytes": dict(sizes),
         "names": sorted(infos),
     }
@@ -276,12 +266,12 @@ def format_inspection(found: dict[str, Any]) -> str:
             lines.append(f"  {len(unused)} not used: {collapse(unused)}")
     rows = [row for row in found.get("parts", []) if isinstance(row, dict)]
     for row in rows:
-        size = gigabytes(row["bytes"]) if "bytes" in row else None
+        size = parts.gigabytes(row["bytes"]) if "bytes" in row else None
         facts = [row["kind"], row.get("family"), row.get("types"), size]
         lines.append(f"  {row['path']}: {', '.join(filter(None, facts))}")
     for name, part in found["components"].items():
         mixed, sizes = len(part["dtypes"]) > 1, part["dtype_bytes"]
-        each = {d: f" ({gigabytes(sizes[d])})" if mixed else "" for d in part["dtypes"]}
+        each = {d: f" ({parts.gigabytes(sizes[d])})" if mixed else "" for d in part["dtypes"]}
         dtypes = ", ".join(f"{count} {d}{each[d]}" for d, count in part["dtypes"].items())
         count = f"{name or 'tensors':<12}{part['tensors']:>6} tensors"
         lines.append(f"  {count} {part['bytes'] / 1e9:>9.3f} GB  {dtypes}")

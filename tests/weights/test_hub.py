@@ -181,23 +181,18 @@ def one_line(result) -> str:
 
 def test_names_of_repositories(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert parse_repo(Path("lab/plain")) == Repo("lab/plain")
-    assert parse_repo(Path("lab/plain@refs/pr/1")) == Repo("lab/plain", None, "refs/pr/1")
-    assert parse_repo(Path("lab/plain/a.safetensors@v1")) == Repo(
-        "lab/plain", "a.safetensors", "v1"
-    )
-    host = "https://huggingface.co"
-    for end in ("", "/tree/main", "#usage"):
-        assert parse_repo(Path(f"{host}/lab/plain{end}")) == Repo("lab/plain")
-    for address in ("hf://lab/plain", "huggingface.co/lab/plain"):
-        assert parse_repo(Path(address)) == Repo("lab/plain")
-    for change in ("resolve/refs/pr/3", "blob/refs%2Fpr%2F3"):
-        address = f"huggingface.co/lab/plain/{change}/a.safetensors"
-        assert parse_repo(Path(address)) == Repo("lab/plain", "a.safetensors", "refs/pr/3")
-    address = f"{host}/lab/plain/resolve/v1/sub/a.safetensors?download=true"
-    assert parse_repo(Path(address)) == Repo("lab/plain", "sub/a.safetensors", "v1")
-    for file in ("a.Q4_K_M.gguf", "model_index.json"):
-        assert parse_repo(Path(f"lab/plain/{file}")) == Repo("lab/plain", file)
+    host, file = "huggingface.co/lab/plain", "a.safetensors"
+    plain = ("lab/plain", host, "hf://lab/plain", f"https://{host}", f"https://{host}/tree/main")
+    for text, expected in {
+        **dict.fromkeys((*plain, f"https://{host}#usage"), (None, "main")),
+        "lab/plain@refs/pr/1": (None, "refs/pr/1"), f"lab/plain/{file}@v1": (file, "v1"),
+        f"{host}/resolve/refs/pr/3/{file}": (file, "refs/pr/3"),
+        f"{host}/blob/refs%2Fpr%2F3/{file}": (file, "refs/pr/3"),
+        f"https://{host}/resolve/v1/sub/{file}?download=true": (f"sub/{file}", "v1"),
+        "lab/plain/a.Q4_K_M.gguf": ("a.Q4_K_M.gguf", "main"),
+        "lab/plain/model_index.json": ("model_index.json", "main"),
+    }.items():  # fmt: skip
+        assert parse_repo(Path(text)) == Repo("lab/plain", *expected), text
     for path in (
         "plain", "lab/plain/folder", "./lab/plain", "../lab", "/lab/plain", "lab/plain@", ".",
         "lab/plain.safetensors", "https://civitai.com/models/1",

@@ -105,26 +105,27 @@ def test_what_cannot_be_read_is_refused(tmp_path, tiny):
 )
 def test_counts_that_no_file_has_are_refused_before_anything_loops(tiny, tmp_path, path, value):
     """Without the bound the loop or the table runs until memory ends."""
-    file = TensorFile(tiny("tiny-2.3", "official") / MAIN)
-    config = json.loads(file.metadata["config"])
-    inner = config
-    for key in path[:-1]:
-        inner = inner[key]
-    assert path[-1] in inner
-    inner[path[-1]] = value
-    infos = {name: file.info(name) for name in file.names()}
-    write_tensors(tmp_path / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
-    (problem,) = inspect_path(tmp_path / MAIN)["problems"]
-    assert str(tmp_path / MAIN) in problem
+    problem = problem_of(tiny, tmp_path, path, value)
     assert f"{path[-1]} = {value}, expected a positive int up to" in problem
 
 
-def test_a_config_that_contradicts_itself_is_one_line_that_names_the_file(tiny, tmp_path):
+def problem_of(tiny, folder, path, value):
+    """The only problem of the tiny model with this value in its config."""
     file = TensorFile(tiny("tiny-2.3", "official") / MAIN)
-    config = json.loads(file.metadata["config"])
-    config["vocoder"]["vocoder"]["upsample_kernel_sizes"][0] = 4  # below its rate of 5
+    config = inner = json.loads(file.metadata["config"])
+    for key in path[:-1]:
+        inner = inner[key]
+    assert inner[path[-1]]
+    inner[path[-1]] = value
     infos = {name: file.info(name) for name in file.names()}
-    write_tensors(tmp_path / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
-    (problem,) = inspect_path(tmp_path / MAIN)["problems"]
-    assert problem.startswith(f"{tmp_path / MAIN}: its config contradicts itself: ")
-    assert "\n" not in problem
+    write_tensors(folder / MAIN, infos, None, file.metadata | {"config": json.dumps(config)})
+    (problem,) = inspect_path(folder / MAIN)["problems"]
+    assert str(folder / MAIN) in problem and "\n" not in problem
+    return problem
+
+
+def test_a_config_that_contradicts_itself_is_one_line_that_names_the_file(tiny, tmp_path):
+    below_its_rate = problem_of(
+        tiny, tmp_path, ("vocoder", "vocoder", "upsample_kernel_sizes", 0), 4
+    )
+    assert below_its_rate.startswith(f"{tmp_path / MAIN}: its config contradicts itself: ")
