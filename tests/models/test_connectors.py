@@ -15,7 +15,7 @@ from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig
 from ltx2rt.models import connectors, gemma, text_encoder
 from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.names import to_official
-from tests.conftest import refused
+from tests.conftest import assert_near, refused
 
 HIDDEN, STATES, TOKENS, REGISTERS = 30, 4, 15, 5
 LENGTHS = (4, 15, 7)
@@ -93,7 +93,7 @@ def run(kind, generation, params, states, mask, dtype="float32"):
     return run_graph(kind, graph, params, feeds)
 
 
-@pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
+@pytest.mark.parametrize("kind", ["numpy", "cuda"])  # JAX runs them behind Gemma, below
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 def test_contexts_equal_diffusers_with_both_padding_sides_in_one_batch(generation, kind):
     module, sides = build(generation), ("left", "right")
@@ -148,16 +148,12 @@ def test_padding_changes_nothing(generation, mask, scale):
     states = drawn_states()[:2]
     changed = np.where(mask[:, :, None, None] == 1, states, np.float32(scale))
     a, b = (run("numpy", generation, params, x, mask) for x in (states, changed))
-    for name in a:
-        # 2.0 sums over all columns, so the zeros of padding may change the order of rounding.
-        assert relative_l2(a[name], b[name]) < 1e-6
+    # 2.0 sums over all columns, so the zeros of padding may change the order of rounding.
+    assert_near(a, b, 1e-6)
 
 
-def gemma_config(num_layers: int = STATES - 1) -> GemmaConfig:
-    sliding = tuple(i % 2 == 0 for i in range(num_layers))
-    return GemmaConfig(
-        31, HIDDEN, num_layers, 4, 2, 8, 44, sliding, 6, 1e6, 1e4, 1e-6, 0, 1, 2, 8.0, 0.3
-    )
+SLIDING = (True, False, True)
+GEMMA = GemmaConfig(31, HIDDEN, 3, 4, 2, 8, 44, SLIDING, 6, 1e6, 1e4, 1e-6, 0, 1, 2, 8.0, 0.3)
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
@@ -165,24 +161,23 @@ def gemma_config(num_layers: int = STATES - 1) -> GemmaConfig:
 def test_text_encoder_is_gemma_then_the_connectors(generation, kind):
     config, mask = CONFIGS[generation], padded("left")
     ids = np.random.default_rng(0).integers(0, 31, mask.shape)
-    whole = text_encoder.trace(gemma_config(), config, *mask.shape, "float32")
+    whole = text_encoder.trace(GEMMA, config, *mask.shape, "float32")
     params = random_params(whole)
-    outputs = run_graph(kind, whole, params, text_encoder.feeds(gemma_config(), config, ids, mask))
-    inputs = gemma.feeds(gemma_config(), ids, mask)
-    states = run_graph("numpy", gemma.trace(gemma_config(), *mask.shape, "float32"), params, inputs)
+    outputs = run_graph(kind, whole, params, text_encoder.feeds(GEMMA, config, ids, mask))
+    inputs = gemma.feeds(GEMMA, ids, mask)
+    states = run_graph("numpy", gemma.trace(GEMMA, *mask.shape, "float32"), params, inputs)
     expected = states | run("numpy", generation, params, states["hidden_states"], mask)
-    assert outputs.keys() == {"hidden_states", "video_context", "audio_context"}
-    for name in outputs:
-        # Contract: 1e-4. Reached: 1e-6, float32 rounding through 3 + 3 layers.
-        assert relative_l2(outputs[name], expected[name]) < 1e-5, name
+    # Contract: 1e-4. Reached: 1e-6, float32 rounding through 3 + 3 layers.
+    assert_near(outputs, expected, 1e-5)
 
 
-def test_a_text_that_the_registers_do_not_tile_is_refused():
-    with refused("16 tokens long, expected a multiple of the 5 registers"):
-        connectors.trace(CONFIGS["2.0"], 1, 16, "float32")
+WIDE = dataclasses.replace(CONFIGS["2.0"], video=connector_config(6, 8, False))
 
 
-def test_features_of_another_width_than_the_connector_are_refused():
-    wide = dataclasses.replace(CONFIGS["2.0"], video=connector_config(6, 8, False))
-    with refused("video connector is 48 wide, its features 30"):
-        connectors.trace(wide, 1, TOKENS, "float32")
+@pytest.mark.parametrize("config, tokens, message", [
+    (CONFIGS["2.0"], 16, "16 tokens long, expected a multiple of the 5 registers"),
+    (WIDE, TOKENS, "video connector is 48 wide, its features 30"),
+])  # fmt: skip
+def test_a_text_that_does_not_fit_the_connectors_is_refused(config, tokens, message):
+    with refused(message):
+        connectors.trace(config, 1, tokens, "float32")
