@@ -91,14 +91,8 @@ def text_configs(generation: str) -> tuple[GemmaConfig | Gemma4Config, TextConfi
             50, 120, 2, 12, 6, 8, 96, (True, False), 3, 1e6, 1e4, 1e-6, 0, 1, 2, 1, 12, 0.25, ()
         )
     video, audio = ((12, 8), (12, 4)) if new else ((30, 4), (30, 4))
-    text = replace(
-        config.text,
-        gemma_hidden=120,
-        num_states=3,
-        video=ConnectorConfig(*video, 2, 4, new, True),
-        audio=ConnectorConfig(*audio, 2, 4, new, True),
-    )
-    return gemma, text
+    video, audio = (ConnectorConfig(*heads, 2, 4, new, True) for heads in (video, audio))
+    return gemma, replace(config.text, gemma_hidden=120, num_states=3, video=video, audio=audio)
 
 
 def positions() -> tuple[np.ndarray, np.ndarray]:
@@ -184,8 +178,7 @@ BUILDERS = {"guided": guided, "forward": forward, "text": text}
 MASKED = "masked-2.3"
 NAMES = (
     *(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")),
-    "guided-2.5",
-    "text-2.5",
+    *("guided-2.5", "text-2.5"),
 )
 
 

@@ -24,10 +24,8 @@ def stack(layers: int = LAYERS, dtype: str = "float32") -> Graph:
         wide = o.gelu(o.linear(h, "up", {"ff": 48}))
         inner = o.linear(h, "to_q", {"heads": 4, "head_dim": 8})
         inner = o.mul(inner, 2 * o.sigmoid(o.linear(h, "to_gate_logits", {"heads": 4})))
-        y = o.add(
-            o.linear(wide, "down", {"D": 32}),
-            o.linear(inner, "out", {"D": 32}, ("heads", "head_dim")),
-        )
+        y = o.linear(wide, "down", {"D": 32})
+        y += o.linear(inner, "out", {"D": 32}, ("heads", "head_dim"))
         x = o.add(carry["x"], o.mul(y, data["gain"]))
         return {"x": x}, {"size": o.max(x, over=("D",))}
 
@@ -41,11 +39,8 @@ def stack(layers: int = LAYERS, dtype: str = "float32") -> Graph:
 
 @cache
 def inputs() -> dict[str, np.ndarray]:
-    rng = np.random.default_rng(3)
-    return {
-        "x": rng.standard_normal((2, 3, 32), np.float32),
-        "gain": np.linspace(0.5, 1, LAYERS, dtype=np.float32),
-    }
+    x = np.random.default_rng(3).standard_normal((2, 3, 32), np.float32)
+    return {"x": x, "gain": np.linspace(0.5, 1, LAYERS, dtype=np.float32)}
 
 
 @cache

@@ -22,7 +22,7 @@ from ltx2rt.testing import random_params, relative_l2, run_graph
 rng = np.random.default_rng(np.random.SeedSequence().entropy)
 
 
-GRID = ("frames", "rows", "columns")
+GRID, HEADS = ("frames", "rows", "columns"), ("heads", "head_dim")
 
 
 def _x(o, name="x", **sizes):
@@ -52,6 +52,10 @@ def _weight(o):
     return o.param("norm.weight", **{"heads*head_dim": 24})
 
 
+def _squares(o):
+    return o.square(_x(o, "s", B=2, tokens=5))
+
+
 def _tables(o):
     return [o.input(name, "float32", tokens=5, heads=3, pairs=4) for name in ("cos", "sin")]
 
@@ -79,8 +83,7 @@ def _attention_part(o):
 CASES = {
     "full": lambda o: o.concat(
         o.full(0.3, B=2, tokens=5), o.cast(o.full(3, "int32", B=2, tokens=1), dtype="float32"),
-        axis="tokens"
-    ),
+        axis="tokens"),
     "exp": lambda o: o.exp(_x(o)),
     "log": lambda o: o.log(o.affine(o.square(_x(o)), offset=0.1)),
     "sqrt": lambda o: o.sqrt(o.square(_x(o))),
@@ -101,136 +104,103 @@ CASES = {
     "select": lambda o: o.select(o.input("c", "int32", tokens=5), _x(o), _x(o, "y", B=2)),
     "dropout": lambda o: o.dropout(
         _x(o), o.input("keys", "int32", B=2, tokens=5),
-        o.input("columns", "int32", heads=3, head_dim=8), o.sigmoid(_x(o, "rate", B=2)), salt=-3
-    ),
+        o.input("columns", "int32", heads=3, head_dim=8), o.sigmoid(_x(o, "rate", B=2)), salt=-3),
     "modulate": lambda o: o.modulate(_x(o), _x(o, "s", B=2, head_dim=8), _x(o, "t", tokens=5)),
     "sum": lambda o: o.sum(_x(o), over=("tokens", "head_dim")),
     "mean": lambda o: o.mean(_x(o), over=("heads",)),
     "max": lambda o: o.max(_x(o), over=("B", "heads")),
     "min": lambda o: o.min(_x(o), over=("head_dim",)),
     "split": lambda o: o.split(_x(o), axis="head_dim", into={"pair": 2, "half": 4}),
-    "merge": lambda o: o.merge(_x(o), axes=("heads", "head_dim"), into="D"),
+    "merge": lambda o: o.merge(_x(o), axes=HEADS, into="D"),
     "transpose": lambda o: o.transpose(_x(o), axes=("heads", "B", "head_dim", "tokens")),
     "rename": lambda o: o.rename(_x(o), names={"tokens": "text"}),
     "slice": lambda o: o.slice(_x(o), axis="tokens", start=1, stop=5, step=2),
     "at": lambda o: o.at(_x(o), axis="heads", index=2),
     "concat": lambda o: o.concat(
-        _x(o), _x(o, "y", B=2, tokens=2, heads=3, head_dim=8), axis="tokens"
-    ),
+        _x(o), _x(o, "y", B=2, tokens=2, heads=3, head_dim=8), axis="tokens"),
     "stack": lambda o: o.stack(
-        _x(o), _x(o, "y", B=2, tokens=5, heads=3, head_dim=8), axis="n", dim=1
-    ),
+        _x(o), _x(o, "y", B=2, tokens=5, heads=3, head_dim=8), axis="n", dim=1),
     "expand": lambda o: o.expand(_x(o), axis="n", size=3, before="heads"),
     "pad": lambda o: o.pad(
         o.pad(o.pad(_x(o), mode="edge", tokens=(2, 1)), mode="reflect", heads=(2, 1)),
-        head_dim=(0, 3), B=(1, 0)
-    ),
+        head_dim=(0, 3), B=(1, 0)),
     "take": lambda o: o.concat(
         o.take(_x(o), o.input("i", "int32", B=2, picked=4), axis="tokens"),
-        o.take(_x(o, "y"), o.input("j", "int32", picked=4), axis="tokens"),
-        axis="picked"
-    ),
-    "linear": lambda o: o.linear(_x(o), "l", out={"D": 6, "n": 2}, contract=("heads", "head_dim")),
+        o.take(_x(o, "y"), o.input("j", "int32", picked=4), axis="tokens"), axis="picked"),
+    "linear": lambda o: o.linear(_x(o), "l", out={"D": 6, "n": 2}, contract=HEADS),
     "quantised_linear": lambda o: o.quantised_linear(
         _x(o), o.param("w", dtype="float8_e4m3fn", **{"D*n": 12, "heads*head_dim": 24}),
         o.param("s", dtype="float32", **{"D*n": 12, "scales": 1}), o.param("b", **{"D*n": 12}),
-        contract=("heads", "head_dim"), out={"D": 6, "n": 2}
-    ),
+        contract=HEADS, out={"D": 6, "n": 2}),
     "unpack": lambda o: o.unpack(
         o.param("w", dtype="float8_e4m3fn", out=12, D=24),
         o.param("s", dtype="float32", out=12, scales=1), encoding="float8", axis="D", size=24,
-        dtype="float32"
-    ),
+        dtype="float32"),
     "conv": lambda o: _conv(o, (7, 6, 5), (3, 2, 3), stride=(2, 1, 1)),
     "conv_transpose": lambda o: o.conv_transpose(
-        o.input("x", B=2, channels=4, time=9), "c", 3, kernel=7, stride=3
-    ),
+        o.input("x", B=2, channels=4, time=9), "c", 3, kernel=7, stride=3),
     "rms_norm": lambda o: o.rms_norm(
-        o.rms_norm(_x(o), "n", over=("heads", "head_dim"), eps=1e-6), over=("tokens",), eps=1e-3
-    ),
+        o.rms_norm(_x(o), "n", over=HEADS, eps=1e-6), over=("tokens",), eps=1e-3),
     "barrier": lambda o: o.add(*o.barrier(_x(o), _x(o, "y"))),
-    "sum_squares": lambda o: o.sum_squares(_x(o), over=("heads", "head_dim")),
+    "sum_squares": lambda o: o.sum_squares(_x(o), over=HEADS),
     "rms_scale": lambda o: o.rms_scale(
-        _x(o), o.square(_x(o, "s", B=2, tokens=5)), o.param("w", **{"heads*head_dim": 24}),
-        over=("heads", "head_dim"), count=48, eps=1e-6
-    ),
+        _x(o), _squares(o), o.param("w", **{"heads*head_dim": 24}), over=HEADS, count=48, eps=1e-6),
     "layer_norm": lambda o: o.layer_norm(_x(o), over="head_dim", eps=1e-6),
     "group_norm": lambda o: o.group_norm(
-        o.input("x", B=2, channels=6, frames=3, rows=5), "g", groups=3, eps=1e-5
-    ),
+        o.input("x", B=2, channels=6, frames=3, rows=5), "g", groups=3, eps=1e-5),
     "attention": lambda o: o.attention(
         o.input("q", B=2, tokens=5, heads=4, head_dim=8),
         o.input("k", B=2, text=7, kv_heads=2, head_dim=8),
-        o.input("v", B=2, text=7, kv_heads=2, head_dim=8), o.input("m", B=2, text=7), scale=0.3
-    ),
+        o.input("v", B=2, text=7, kv_heads=2, head_dim=8), o.input("m", B=2, text=7), scale=0.3),
     "attention_part": _attention_part,
     "attention_join": lambda o: o.attention_join(
-        o.input("p", parts=3, B=2, tokens=5, heads=4, head_dim=10)
-    ),
-    "rope": lambda o: o.rope(
-        _x(o), o.input("cos", tokens=5, heads=3, pairs=4),
-        o.input("sin", tokens=5, heads=3, pairs=4)
-    ),
+        o.input("p", parts=3, B=2, tokens=5, heads=4, head_dim=10)),
+    "rope": lambda o: o.rope(_x(o), *_tables(o)),
     "norm_modulate": lambda o: o.add(*o.norm_modulate(_x(o), *_rows(o, 4), eps=1e-6)),
     "norm_scale": lambda o: o.norm_scale(_x(o), o.param("w", head_dim=8), eps=1e-6),
     "gated_residual": lambda o: o.gated_residual(_x(o), _x(o, "y"), *_rows(o, 1)),
     "residual_norm_modulate": lambda o: o.concat(
         *o.residual_norm_modulate(_x(o), _x(o, "y"), *_rows(o, 3), eps=1e-6),
         *o.residual_norm_modulate(_x(o, "u"), _x(o, "v"), _x(o, "gate", head_dim=8), eps=1e-6),
-        axis="heads"
-    ),
+        axis="heads"),
     "qk_norm_rope": lambda o: o.qk_norm_rope(_x(o), _weight(o), *_tables(o), eps=1e-6),
     "qk_scale_rope": lambda o: o.qk_scale_rope(
-        _x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), *_tables(o), count=48, eps=1e-6
-    ),
+        _x(o), _squares(o), _weight(o), *_tables(o), count=48, eps=1e-6),
     "qk_norm": lambda o: o.concat(
         *o.qk_norm(_x(o), _weight(o), _x(o, "k"), _weight(o), _x(o, "v"), eps=1e-6, spread=(1, 0)),
-        axis="heads"
-    ),
-    "qk_scale": lambda o: o.qk_scale(
-        _x(o), o.square(_x(o, "s", B=2, tokens=5)), _weight(o), count=48, eps=1e-6
-    ),
+        axis="heads"),
+    "qk_scale": lambda o: o.qk_scale(_x(o), _squares(o), _weight(o), count=48, eps=1e-6),
     "gelu_quantised_linear": lambda o: o.gelu_quantised_linear(
-        _x(o), *_float8(o), contract=("heads", "head_dim"), out={"D": 12}
-    ),
+        _x(o), *_float8(o), contract=HEADS, out={"D": 12}),
     "head_gate_quantised_linear": lambda o: o.head_gate_quantised_linear(
-        *_gate(o), *_float8(o), contract=("heads", "head_dim"), out={"D": 12}
-    ),
+        *_gate(o), *_float8(o), contract=HEADS, out={"D": 12}),
     "linear_gelu": lambda o: o.linear_gelu(
         _x(o), o.param("w", out=6, head_dim=8), o.param("b", out=6), contract=("head_dim",),
-        out={"out": 6}
-    ),
+        out={"out": 6}),
     "head_gate": lambda o: o.concat(
         o.head_gate(*_gate(o)), o.head_gate(_x(o, "z"), _x(o, "n", B=2, tokens=5, heads=3)),
-        axis="heads"
-    ),
+        axis="heads"),
     "pixel_norm_silu": lambda o: o.pixel_norm_silu(_x(o), over="tokens", eps=1e-6),
     "padded_conv": lambda o: o.padded_conv(
         o.input("x", B=2, channels=3, rows=5, columns=4),
         o.param("w", out=2, channels=3, k0=3, k1=2), o.param("b", out=2), padding=(2, 0),
-        stride=(2, 1), dilation=(1, 2)
-    ),
+        stride=(2, 1), dilation=(1, 2)),
     "snake_beta": lambda o: o.snake_beta(
         o.input("x", B=2, channels=3, time=9),
         *(o.param(name, out=1, one=1, k0=12) for name in ("up.filter", "down.filter")),
-        *(o.param(name, channels=3) for name in ("alpha", "beta")), eps=1e-9
-    ),
+        *(o.param(name, channels=3) for name in ("alpha", "beta")), eps=1e-9),
     "neighbourhood_attention": _neighbourhood,
     "axial_rope": lambda o: o.axial_rope(
         o.input("x", B=2, frames=3, rows=4, columns=5, heads=2, head_dim=16), sizes=(4, 6, 6),
-        first=(0, 2, -5), theta=10000.0
-    ),
+        first=(0, 2, -5), theta=10000.0),
     "sinusoid": lambda o: o.sinusoid(o.input("t", B=2, levels=3), size=16),
 }  # fmt: skip
 
 
 def _inputs(graph):
-    return {
-        name: rng.integers(0, 5, v.type.shape)
-        if v.type.dtype == "int32"
-        else rng.standard_normal(v.type.shape)
-        for name, v in graph.inputs.items()
-    }
+    draw = {"int32": lambda size: rng.integers(0, 5, size)}
+    types = {name: v.type for name, v in graph.inputs.items()}
+    return {n: draw.get(t.dtype, rng.standard_normal)(t.shape) for n, t in types.items()}
 
 
 def test_every_op_of_the_table_has_a_case():
@@ -299,10 +269,8 @@ def test_neighbourhood_attention_is_attention_masked_to_windows():
         flat[1:] = (o.rename(x, names={"tokens": "keys"}) for x in flat[1:])
         mask = o.input("mask", tokens=140, keys=140)
         near = o.neighbourhood_attention(q, k, v, window=window, first=(0, 0, 0), scale=0.3)
-        return {
-            "near": o.merge(near, axes=tuple(grid), into="tokens"),
-            "all": o.attention(*flat, mask, scale=0.3),
-        }
+        near = o.merge(near, axes=tuple(grid), into="tokens")
+        return {"near": near, "all": o.attention(*flat, mask, scale=0.3)}
 
     graph = trace("both", both, "float32")
     places = np.indices(sizes).reshape(3, -1)

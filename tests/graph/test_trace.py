@@ -151,7 +151,7 @@ def test_data_must_lead_with_one_row_per_layer():
         (lambda o, x, y: 2 * (x * 3), lambda o, x, y: o.affine(o.affine(x, scale=3.0), scale=2.0)),
         (
             lambda o, x, y: 1 + (x - 0.5),
-            lambda o, x, y: o.affine(o.affine(x, offset=-0.5), offset=1.0),
+            lambda o, x, y: o.affine(o.affine(x, offset=-0.5), offset=1),
         ),
         (lambda o, x, y: x / 3, lambda o, x, y: o.affine(x, scale=1 / 3)),
         (lambda o, x, y: 1 - x, lambda o, x, y: o.affine(x, scale=-1.0, offset=1.0)),
@@ -160,10 +160,9 @@ def test_data_must_lead_with_one_row_per_layer():
 def test_arithmetic_is_the_ops_written_out(infix, ops):
     def nodes(model):
         graph = graph_of(lambda o: {"z": model(o, x_of(o), x_of(o, "y", D=6))})
-        return [
-            (node.op, [v.name for v in node.inputs], node.attrs, node.outputs[0].type)
-            for node in graph.nodes
-        ]
+        operands = ([v.name for v in n.inputs] for n in graph.nodes)
+        rows = zip(graph.nodes, operands, strict=True)
+        return [(n.op, names, n.attrs, n.outputs[0].type) for n, names in rows]
 
     assert nodes(infix) == nodes(ops)
 
@@ -192,9 +191,8 @@ def test_arithmetic_across_graphs_and_with_what_is_no_number_is_refused():
 
 
 def test_a_number_everywhere_needs_no_operand():
-    graph = graph_of(
-        lambda o: {"y": o.full(0.5, B=2, D=3), "i": o.full(7, "int32", B=2)}, "bfloat16"
-    )
+    model = lambda o: {"y": o.full(0.5, B=2, D=3), "i": o.full(7, "int32", B=2)}  # noqa: E731
+    graph = graph_of(model, "bfloat16")
     assert [str(v.type) for v in graph.outputs.values()] == ["bf16[B=2, D=3]", "i32[B=2]"]
     assert "%0 = full(value=0.5, dtype=bfloat16, B=2, D=3): bf16[B=2, D=3]" in show(graph)
 

@@ -19,9 +19,8 @@ def graph_of():
 
     def model(o):
         x, gain, offset = o.input("x", D=4), o.input("gain", layers=3), o.input("offset", D=4)
-        final, outputs = o.repeat(
-            block, 3, {"x": x}, {"offset": offset}, {"gain": gain}, prefix="layers.*."
-        )
+        given = {"x": x}, {"offset": offset}, {"gain": gain}
+        final, outputs = o.repeat(block, 3, *given, prefix="layers.*.")
         return {"y": o.exp(final["x"]), "seen": outputs["seen"]}
 
     return trace("net", model, "float32")
@@ -33,10 +32,7 @@ def test_outer_value_captured_in_a_repeat_body_is_refused(kind):
         x, outer = o.input("x", D=4), getattr(o, kind)("outer", D=4)
         return o.repeat(lambda o, c, i, d: ({"x": o.add(c["x"], outer)}, {}), 2, {"x": x})[0]
 
-    message = (
-        r"add reads outer: f32\[D=4\], which this graph does not define; pass it to repeat as carry, "
-        "invariant or"
-    )
+    message = r"add reads outer: f32\[D=4\], which this graph does not define; pass it to repeat"
     with pytest.raises(GraphError, match=message):
         trace("net", model, "float32")
 
@@ -93,9 +89,8 @@ def test_repeat_with_a_mistyped_operand_is_refused(position):
     value = node.inputs[position]
     short = Value("short", Type(value.type.axes, (value.type.shape[0] - 1,), "float32"))
     graph.inputs[value.name] = short
-    graph.nodes[0] = replace(
-        node, inputs=(*node.inputs[:position], short, *node.inputs[position + 1 :])
-    )
+    inputs = (*node.inputs[:position], short, *node.inputs[position + 1 :])
+    graph.nodes[0] = replace(node, inputs=inputs)
     with pytest.raises(GraphError, match=r"repeat passes short: f32\[.*=\d\] to"):
         verify(graph)
 

@@ -18,7 +18,6 @@ CONFIG = AudioVaeConfig(
     base_channels=8, channel_multipliers=(1, 2, 4), num_res_blocks=2, latent_channels=8,
     out_channels=2, mel_bins=64, sample_rate=16000, mel_hop=160,
 )  # fmt: skip
-PREFIX = "audio_vae."
 STATISTICS = [f"audio_vae.per_channel_statistics.{x}-of-means" for x in ("mean", "std")]
 
 
@@ -33,9 +32,8 @@ def reference() -> tuple[AutoencoderKLLTX2Audio, dict[str, np.ndarray]]:
     params = random_params(audio_vae.trace_decoder(CONFIG, 1, 1, "float32"), seed=1)
     params |= random_params(audio_vae.trace_encoder(CONFIG, 1, 1, "float32"), seed=2)
     params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])
-    state = {
-        k.removeprefix(PREFIX): torch.from_numpy(params[k]) for k in params.keys() - STATISTICS
-    }
+    names = params.keys() - STATISTICS
+    state = {name.removeprefix("audio_vae."): torch.from_numpy(params[name]) for name in names}
     own = {k: getattr(model, k) for k in ("latents_mean", "latents_std")}
     model.load_state_dict(state | own, strict=True)
     return model, params

@@ -126,10 +126,8 @@ def test_chunked_borders_are_slabs_with_copies_of_the_border_column(kind, monkey
         rows = [modulation[i] + self.scale_shift_table[i].view(1, 1, 1, 1, -1) for i in range(7)]
         x = x + self.context_proj(context)
         width = x.shape[3] // 4
-        slabs = [
-            self.attn(self.norm1(slab) * (1 + rows[0]) + rows[1])
-            for slab in in_slabs(x, width, halo)
-        ]
+        normed = (self.norm1(slab) * (1 + rows[0]) + rows[1] for slab in in_slabs(x, width, halo))
+        slabs = map(self.attn, normed)
         x = x + torch.cat([slab[:, :, :, halo : halo + width] for slab in slabs], dim=3)
         return x + self.mlp(self.norm2(x) * (1 + rows[3]) + rows[4])
 

@@ -136,10 +136,8 @@ def test_the_whole_video_decoder():
     model = AutoencoderKLLTX2Video(**{k: v for k, v in json.items() if k[0] != "_"}).eval()
     drawn(model.named_parameters())
     latent = np.random.default_rng(7).standard_normal((1, 128, 2, 3, 2), np.float32)
-    graphs = {
-        dtype: video_vae.trace_decoder(config, 1, 2, 3, 2, dtype)
-        for dtype in ("float32", "bfloat16")
-    }
+    dtypes = ("float32", "bfloat16")
+    graphs = {dtype: video_vae.trace_decoder(config, 1, 2, 3, 2, dtype) for dtype in dtypes}
     stages, names = len(config.encoder), graphs["float32"].parameters()
     statistics = {n: np.full(128, "std" in n, np.float32) for n in names if "statistics" in n}
     tensors = dict(model.named_parameters())

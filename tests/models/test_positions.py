@@ -31,9 +31,8 @@ def tables(kind, bounds, dim, heads, float64=True) -> tuple[np.ndarray, np.ndarr
     def model(o):
         axes, at = [], {"B": len(bounds), "tokens": bounds.shape[2]}
         for name in AXES[:count]:
-            sizes = dict(
-                zip(("coordinates", "frequencies"), feeds[f"{name}_cos"].shape, strict=True)
-            )
+            unique, n = feeds[f"{name}_cos"].shape
+            sizes = {"coordinates": unique, "frequencies": n}
             axes.append({k: o.input(f"{name}_{k}", **sizes) for k in ("cos", "sin")})
             axes[-1]["index"] = o.input(f"{name}_index", "int32", **at)
         return dict(zip(("cos", "sin"), gather_tables(o, axes, heads, dim // heads), strict=True))

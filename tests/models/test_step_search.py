@@ -18,9 +18,8 @@ def recorded(seed):
     latents, x0s = {}, {}
     for stream in ("video", "audio"):
         x = [draw.standard_normal((TOKENS, CHANNELS))]
-        x0 = draw.standard_normal((TOKENS, CHANNELS)) + np.cumsum(
-            draw.standard_normal((STEPS, TOKENS, CHANNELS)) * 0.2, axis=0
-        )
+        x0, drift = (draw.standard_normal((n, TOKENS, CHANNELS)) for n in (1, STEPS))
+        x0 = x0 + np.cumsum(drift * 0.2, axis=0)
         for i in range(STEPS):
             x.append(x[i] + (x[i] - x0[i]) / sigmas[i] * (sigmas[i + 1] - sigmas[i]))
         latents[stream], x0s[stream] = np.array(x), x0

@@ -177,9 +177,8 @@ def test_first_latent_sees_the_first_frame_only_and_the_decoder_looks_ahead():
         x = normal(*shape)
         later = x + np.float32(np.arange(shape[2]) > 0)[:, None, None]
         (name,), params = graph.inputs, reference("2.3")[1]
-        a, b = (
-            next(iter(run_graph("cuda", graph, params, {name: y}).values())) for y in (x, later)
-        )
+        made = (run_graph("cuda", graph, params, {name: y}) for y in (x, later))
+        a, b = (next(iter(found.values())) for found in made)
         return [np.array_equal(a[:, :, i], b[:, :, i]) for i in (0, 1)]
 
     encoder = video_vae.trace_encoder(OURS["2.3"], 1, 9, 64, 64, "float32")

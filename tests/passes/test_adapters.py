@@ -21,9 +21,8 @@ def test_adapters_are_the_merged_weights(generation):
     merged = {name: x for name, x in params.items() if MARK not in name}
     for name in [name for name in params if f"{MARK}A" in name]:
         weight = name.replace(f"{MARK}A.weight", ".weight")
-        merged[weight] = (
-            merged[weight] + SCALE * params[name.replace(f"{MARK}A", f"{MARK}B")] @ params[name]
-        )
+        up = params[name.replace(f"{MARK}A", f"{MARK}B")]
+        merged[weight] = merged[weight] + SCALE * up @ params[name]
     expected = interpret(graph, merged, inputs)
     found = interpret(placed(generation, {}), params, inputs)
     for name, x in expected.items():  # float32, summed in another order

@@ -72,9 +72,7 @@ def depth(graph: Graph) -> int:
     return max(level.values(), default=0)
 
 
-CHOICES = st.lists(
-    st.tuples(st.integers(0, 8), st.integers(0, 30), st.integers(0, 30)), max_size=14
-)
+CHOICES = st.lists(st.tuples(*(st.integers(0, n) for n in (8, 30, 30))), max_size=14)
 
 
 @settings(max_examples=150, deadline=None)

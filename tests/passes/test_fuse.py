@@ -280,9 +280,8 @@ def rows_per_token_stay_so_beside_rows_by_level(o):
 
 def rotated(o, name, **sizes):
     x = o.input(name, B=2, **sizes, heads=2, head_dim=4)
-    tables = [
-        o.input(f"{name}_{kind}", "float32", **sizes, heads=2, pairs=2) for kind in ("cos", "sin")
-    ]
+    names = (f"{name}_cos", f"{name}_sin")
+    tables = [o.input(table, "float32", **sizes, heads=2, pairs=2) for table in names]
     return o.rope(o.rms_norm(x, f"{name}_norm", over=("heads", "head_dim"), eps=1e-6), *tables)
 
 

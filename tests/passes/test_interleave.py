@@ -109,9 +109,8 @@ def test_halves_are_tied_whatever_is_big(least):
 
 def test_neither_half_waits_for_the_other():
     (repeat,) = interleave(case("forward-2.3").on(2)).repeats
-    half: dict[Value, int] = {
-        v: i % 2 for i, v in enumerate(list(repeat.body.inputs.values())[: repeat.num_carries])
-    }
+    carries = list(repeat.body.inputs.values())[: repeat.num_carries]
+    half = {v: i % 2 for i, v in enumerate(carries)}
     for node in repeat.body.nodes:
         read = {half[v] for v in node.inputs if v in half}
         assert len(read) <= 1, node.op

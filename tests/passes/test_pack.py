@@ -2,6 +2,7 @@
 same."""
 
 from collections import Counter
+from itertools import chain, product
 
 import numpy as np
 import pytest
@@ -51,9 +52,8 @@ def test_block_runs_20_gemms(generation, gemms, devices):
     together = "model.diffusion_model.transformer_blocks.*.attn1."
     gated = preset(f"tiny-{generation}").config.transformer.gated_attention
     gates = ["to_gate_logits"] * gated
-    assert (
-        " | ".join(f"{together}{part}.weight" for part in ("to_q", "to_k", "to_v", *gates)) in names
-    )
+    parts = ("to_q", "to_k", "to_v", *gates)
+    assert " | ".join(f"{together}{part}.weight" for part in parts) in names
 
 
 def two_linears(o, second: str, **options):
@@ -114,10 +114,8 @@ def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, gen
             count = graph.all_params()[declared][1]
             devices = range(len(grid))
             places = [{axis: grid.coordinate(i, axis) for axis in mesh} for i in devices]
-            pieces = [
-                piece for i in range(count) for place in places for piece in layout.pieces(place, i)
-            ]
-            for name, *cuts in pieces:
+            at = product(places, range(count))
+            for name, *cuts in chain.from_iterable(layout.pieces(*one) for one in at):
                 if name in touched and cuts:
                     dims.add((*(dim for dim, _, _ in cuts), len(layout.parts) > 1))
                     whole = cut(merged.read(name), *cuts).astype(np.float32)
@@ -125,7 +123,6 @@ def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, gen
                     # 8 bits.
                     limit = CLOSE if dtype == "float32" else 2**-9
                     assert relative_l2(merged.read(name, *cuts), whole) <= limit, name
-                    assert relative_l2(cut(one.params[name], *cuts), whole) > 0.1, (
-                        "the LoRA changes nothing"
-                    )
+                    plain = cut(one.params[name], *cuts)
+                    assert relative_l2(plain, whole) > 0.1, "the LoRA changes nothing"
     assert dims == {(0, True), (0, False), (1, False), (0, 1, True), (0, 1, False), (1, 0, False)}

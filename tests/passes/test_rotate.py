@@ -24,9 +24,8 @@ CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and f
 def test_values_are_the_same(monkeypatch, name, mesh):
     """Bit by bit, expanded samples copied: numpy multiplies views otherwise."""
     expand = OPS["expand"]
-    copied = replace(
-        expand, numpy=lambda *args, **plan: np.array(expand.numpy(*args, **plan), order="C")
-    )
+    copy = lambda *args, **plan: np.array(expand.numpy(*args, **plan), order="C")  # noqa: E731
+    copied = replace(expand, numpy=copy)
     monkeypatch.setitem(OPS, "expand", copied)
     one = case(name)
     graph = one.placed(mesh)
@@ -39,9 +38,8 @@ def test_values_are_the_same(monkeypatch, name, mesh):
 @pytest.mark.parametrize("devices", [1, 2])
 def test_the_sum_and_the_first_norm_are_one_kernel(devices):
     graph = case("guided-2.3").on(devices)
-    before, after = (
-        Counter(node.op for node in fuse(g).repeats[0].body.nodes) for g in (graph, rotate(graph))
-    )
+    fused = (fuse(g).repeats[0].body for g in (graph, rotate(graph)))
+    before, after = (Counter(node.op for node in block.nodes) for block in fused)
     assert before["gated_residual"] == before["norm_modulate"] == 2  # of video and sound
     assert after["gated_residual"] == after["norm_modulate"] == 0
     assert after["residual_norm_modulate"] == before["residual_norm_modulate"] + 2

@@ -26,6 +26,7 @@ MESHES = (
     {"sequence": 2, "tensor": 2}, {"guidance": 2}, {"guidance": 2, "tensor": 3},
     {"guidance": 2, "sequence": 3, "tensor": 2},
 )  # fmt: skip
+STAGE_2 = 6144, 126, 1024, (16, 16, 24, 16, 126, 126)  # tokens of video, sound and text; positions
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
 
 
@@ -34,9 +35,10 @@ def on(mesh, graph, audio="replicated"):
 
 
 def executed(graph):
-    return Counter(
-        {op: sum(times for node, times in graph.walk() if node.op == op) for op in COLLECTIVES}
-    )
+    found = Counter()
+    for node, times in graph.walk():
+        found[node.op] += times
+    return Counter({op: found[op] for op in COLLECTIVES})
 
 
 def agree(one, mesh, audio="replicated"):
@@ -67,9 +69,7 @@ def test_split_sound_gives_the_values_of_one_device(name, mesh):
 def test_many_queries_gather_few_keys_and_few_queries_trade():
     """Video to sound gathers, sound to video and each to itself trade tokens for heads."""
     config = preset("ltx-2.0").config.transformer
-    structure = guided_step.StepShape(
-        guided_step.Branches(), 6144, 126, 1024, (16, 16, 24, 16, 126, 126)
-    )
+    structure = guided_step.StepShape(guided_step.Branches(), *STAGE_2)
     local = on({"sequence": 8}, guided_step.trace(config, structure, "bfloat16"), "split")
     assert executed(local) == Counter(all_to_all=6 * 48, all_gather=2 * 48 + 2)
 
@@ -133,9 +133,7 @@ def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, 
 def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_bytes):
     """LTX-2.0, 6144 tokens: two all-to-alls, one gather a block, all-reduces."""
     config = preset("ltx-2.0").config.transformer
-    structure = guided_step.StepShape(
-        guided_step.Branches(True), 6144, 126, 1024, (16, 16, 24, 16, 126, 126)
-    )
+    structure = guided_step.StepShape(guided_step.Branches(True), *STAGE_2)
     graph = on(mesh, guided_step.trace(config, structure, "bfloat16"))
     found = executed(graph)
     reduces = 7 * 48 if "tensor" in mesh else 0

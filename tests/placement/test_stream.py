@@ -49,9 +49,8 @@ def opened(model, **options):
 def forced(monkeypatch, residence, **options):
     """Every run keeps its weights like this, what is streamed in the host's memory."""
     given = {"host_memory": 1.0} | options
-    monkeypatch.setattr(
-        Session, "_ways", lambda self, stages: [(replace(self.asked, **given), residence)]
-    )
+    way = lambda self, stages: [(replace(self.asked, **given), residence)]  # noqa: E731
+    monkeypatch.setattr(Session, "_ways", way)
 
 
 def made(model, pipeline="two-stage", backend="cuda", **options):
