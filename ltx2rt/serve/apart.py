@@ -31,7 +31,7 @@ class Apart:
     def __init__(self, admission: Admission):
         more = {n: getattr(admission, n) for n in ("default", "lora_folder", "enhancer", "names")}
         self._made_of = (admission.options, admission.inputs), more
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Any = None  # as asyncio starts it
         self._one_at_a_time = asyncio.Lock()
 
     async def admit(
@@ -39,9 +39,11 @@ class Apart:
     ) -> Admitted:
         """As `Admission.admit`, for such a device and mesh if they are known. Raises Refusal."""
         async with self._one_at_a_time:
-            process = await self._started()
+            await self._start()
             try:
-                found = await asyncio.wait_for(_answer(process, given, device), TIME_S)
+                self._send(given, device)
+                answer = await asyncio.wait_for(self._process.stdout.readuntil(), TIME_S)
+                found = json.loads(answer)
             except (TimeoutError, OSError, ValueError, asyncio.IncompleteReadError):
                 text = "the files of this request take too much time or memory; send smaller ones"
                 raise Refusal(400, "too_large_to_plan", text) from None
@@ -52,14 +54,16 @@ class Apart:
             raise Refusal(**found["refused"])
         return Admitted(**found)
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _start(self) -> None:
         if self._process is None or self._process.returncode is not None:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "ltx2rt.serve.apart", stdin=-1, stdout=-1, limit=LINE_BYTES,
                 start_new_session=True,
             )  # fmt: skip
-            _send(self._process, pickle.dumps(self._made_of).hex())
-        return self._process
+            self._send(pickle.dumps(self._made_of).hex())
+
+    def _send(self, *what: Any) -> None:
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
 
     async def stop(self) -> None:
         process, self._process = self._process, None
@@ -68,22 +72,12 @@ class Apart:
             await process.communicate()
 
 
-def _send(process: asyncio.subprocess.Process, line: str) -> None:
-    assert process.stdin is not None
-    process.stdin.write(line.encode() + b"\n")
-
-
-async def _answer(process: asyncio.subprocess.Process, *what: Any) -> dict[str, Any]:
-    _send(process, json.dumps(what))
-    assert process.stdout is not None
-    return json.loads(await process.stdout.readuntil())
-
-
 def main() -> None:
     """Plan what comes in lines on stdin, until it ends."""
     die_with_parent()
     limit("RLIMIT_DATA", MEMORY_BYTES)
-    words, more = pickle.loads(bytes.fromhex(sys.stdin.readline()))  # sent by the server itself
+    (made_of,) = json.loads(sys.stdin.readline())
+    words, more = pickle.loads(bytes.fromhex(made_of))  # sent by the server itself
     admission = Admission(*words, **more)
     for line in sys.stdin:
         given, device = json.loads(line)

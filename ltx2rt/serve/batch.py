@@ -181,9 +181,8 @@ class Results:
 
     def __init__(self, output: Path, shard: Shard):
         self.output, self.path = output, output / shard.results
-        self._told = [
-            line for file in sorted(output.glob("results*.jsonl")) for line in _lines(file)
-        ]
+        files = sorted(output.glob("results*.jsonl"))
+        self._told = [line for file in files for line in _lines(file)]
 
     def done(
         self, model: Mapping[str, Any], loras: Mapping[str, list[list[str | None]]]
@@ -195,22 +194,18 @@ class Results:
         def digests(loras: list[list[Any]] | None) -> list[Any]:
             return [digest for _, digest in loras or ()]
 
-        latest = {
-            told["id"]: told
-            for told in self._told
-            if told.get("status") == COMPLETED
-            and all((self.output / name).exists() for name in told["files"])
-        }
+        made = [told for told in self._told if told.get("status") == COMPLETED]
+        there = [x for x in made if all((self.output / name).exists() for name in x["files"])]
+        latest = {told["id"]: told for told in there}
         for id in latest.keys() & loras.keys():
             was = latest[id].get("model")
             if not isinstance(was, dict) or not model:
                 continue  # an earlier version did not state it
             for key in sorted((was.keys() | model.keys()) - {"name"}):
                 if was.get(key) != model.get(key):
-                    raise InputError(
-                        f"--output-dir: the clip of {id} in {self.output} is of another model "
-                        f"({key} {was.get(key)}, now {model.get(key)}); name another folder"
-                    )
+                    other = f"is of another model ({key} {was.get(key)}, now {model.get(key)})"
+                    clip = f"--output-dir: the clip of {id} in {self.output}"
+                    raise InputError(f"{clip} {other}; name another folder")
             if "loras" in latest[id] and digests(latest[id]["loras"]) != digests(loras[id]):
                 del latest[id]
         return {id: told["digest"] for id, told in latest.items()}

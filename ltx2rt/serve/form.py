@@ -93,9 +93,8 @@ async def _multipart(
     request: Request, chunks: AsyncGenerator[bytes, None], max_bytes: int
 ) -> tuple[dict[str, Any], dict[str, bytes]]:
     """Fields and files. Raises Refusal."""
-    parser = MultiPartParser(
-        request.headers, chunks, max_files=MAX_FILES, max_fields=MAX_FIELDS, max_part_size=max_bytes
-    )
+    most = {"max_files": MAX_FILES, "max_fields": MAX_FIELDS, "max_part_size": max_bytes}
+    parser = MultiPartParser(request.headers, chunks, **most)
     try:
         form = await parser.parse()
     except (MultiPartException, KeyError, UnicodeError, ValueError) as error:

@@ -199,13 +199,11 @@ class JobFile:
             self._db.execute("UPDATE jobs SET end_uptime_s=0 WHERE finished IS NOT NULL")
         self._db.execute("INSERT INTO uptime SELECT 0 WHERE NOT EXISTS (SELECT * FROM uptime)")
         rows = self._db.execute(f"SELECT id, {', '.join(JSON)} FROM jobs").fetchall()
-        damaged = [(row["id"],) for row in rows if not _whole(*map(row.__getitem__, JSON))]
+        damaged = [id for id, *texts in rows if not _whole(*texts)]
         error = json.dumps(failure("internal", "its row in the queue was damaged; send it again"))
-        self._db.executemany(
-            f"UPDATE jobs SET status='{FAILED}', error='{error}', given='{{}}', "
-            f"job='{json.dumps(NO_JOB)}', result=NULL, end_uptime_s=0 WHERE id=?",
-            damaged,
-        )
+        what = "status=?, error=?, given='{}', job=?, result=NULL, end_uptime_s=0"
+        for id in damaged:
+            self._set(what, "id=?", FAILED, error, json.dumps(NO_JOB), id)
 
     def uptime(self) -> float:
         """Seconds that servers have had this file open, all together."""
@@ -238,14 +236,16 @@ class JobFile:
             raise
 
     def _jobs(self, where: str, *values: Any) -> list[Job]:
-        rows = self._db.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values)
-        return [
-            Job(**{n: json.loads(x) if n in JSON and x else x for n, x in dict(row).items()})
-            for row in rows
-        ]
+        rows = map(dict, self._db.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values))
+        texts = [row | {n: json.loads(row[n]) for n in JSON if row[n]} for row in rows]
+        return [Job(**row) for row in texts]
 
     def _job(self, where: str, *values: Any) -> Job | None:
         return next(iter(self._jobs(f"{where} LIMIT 1", *values)), None)
+
+    def _set(self, what: str, where: str, *values: Any) -> int:
+        """Set columns of jobs; how many."""
+        return self._db.execute(f"UPDATE jobs SET {what} WHERE {where}", values).rowcount
 
     def _count(self, where: str, *values: Any) -> int:
         return self._one(f"SELECT COUNT(*) FROM jobs WHERE {where}", *values)

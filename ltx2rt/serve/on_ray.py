@@ -34,17 +34,15 @@ class Worker:
 
     def _run(self, words: list[str]) -> None:
         """In a thread that lasts as long as the process, which the kernel ends with it."""
-        self.process = subprocess.Popen(words, stdin=-1, stdout=-1)
+        self.process: Any = subprocess.Popen(words, stdin=-1, stdout=-1)
         self._started.set()
         self.process.wait()
 
     def put(self, line: bytes) -> None:
-        assert self.process.stdin is not None
         self.process.stdin.write(line)
         self.process.stdin.flush()
 
     def lines(self) -> Iterator[bytes]:
-        assert self.process.stdout is not None
         # Ray sends into the generator, which a file does not take.
         for line in self.process.stdout:  # noqa: UP028
             yield line

@@ -19,10 +19,8 @@ class Pace:
         """Seconds of a run of so much work, None if unknown, and where the figure comes from.
         least_s: a bound from below, from the device's data sheet."""
         if like := [took for done, took in self.runs if done == work][:LIKE]:
-            times = (
-                f"{min(like):.3g} s" if len(like) == 1 else f"{min(like):.3g} to {max(like):.3g} s"
-            )
-            return median(like), f"{len(like)} like it took {times} here"
+            times = " to ".join(f"{took:.3g}" for took in sorted({min(like), max(like)}))
+            return median(like), f"{len(like)} like it took {times} s here"
         if rates := [took / done for done, took in self.runs if done > 0]:
             return work * median(rates), f"scaled by work from {len(rates)} other runs here"
         if least_s is not None:

@@ -190,29 +190,22 @@ class Queue(JobFile):
         with self._write() as db:
             now = time.time()
             error = json.dumps(failure("cancelled", "cancelled before it began"))
-            db.execute(
-                "UPDATE jobs SET status=?, cancel=?, finished=?, end_uptime_s=?, error=? WHERE "
-                "id=? AND status=?",
-                (CANCELLED, now, now, self._keep_uptime(db), error, id, QUEUED),
-            )
-            db.execute(
-                "UPDATE jobs SET cancel=? WHERE id=? AND status=? AND cancel IS NULL",
-                (now, id, RUNNING),
-            )
+            what = "status=?, cancel=?, finished=?, end_uptime_s=?, error=?"
+            ended = CANCELLED, now, now, self._keep_uptime(db), error
+            self._set(what, "id=? AND status=?", *ended, id, QUEUED)
+            self._set("cancel=?", "id=? AND status=? AND cancel IS NULL", now, id, RUNNING)
         return self.get(id)
 
     def retry(self, id: str) -> Job | None:
         """Queue a job again that failed or was cancelled, in its old place, with all its attempts.
         Another job stays as it is. Raises Refusal if there is no room."""
-        with self._write() as db:
+        with self._write():
             if (job := self.get(id)) is not None and job.status in (FAILED, CANCELLED):
                 self._require_room(job.user, job.job.get("n", 1))
                 none = "cancel, started, finished, error, result, start_uptime_s, end_uptime_s"
-                db.execute(
-                    "UPDATE jobs SET status=?, attempts=0, deaths=0, progressed=0, "
-                    f"{none.replace(',', '=NULL,')}=NULL WHERE id=?",
-                    (QUEUED, id),
-                )
+                nothing = f"{none.replace(',', '=NULL,')}=NULL"
+                what = f"status=?, attempts=0, deaths=0, progressed=0, {nothing}"
+                self._set(what, "id=?", QUEUED, id)
         return self.get(id)
 
     def pause(self, on: bool) -> None:
@@ -255,11 +248,9 @@ class Queue(JobFile):
             if loaded is not None and in_a_row < MAX_SAME_SET and job.loras != loaded:
                 same = "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq"
                 job = self._job(same, QUEUED, user, job.priority, loaded) or job
-            db.execute(
-                "UPDATE jobs SET status=?, epoch=epoch+1, attempts=attempts+1, started=?, "
-                "start_uptime_s=? WHERE id=? AND status=? AND epoch=?",
-                (RUNNING, time.time(), self._keep_uptime(db), job.id, QUEUED, job.epoch),
-            )  # fmt: skip
+            what = "status=?, epoch=epoch+1, attempts=attempts+1, started=?, start_uptime_s=?"
+            begun = RUNNING, time.time(), self._keep_uptime(db)
+            self._set(what, "id=? AND status=? AND epoch=?", *begun, job.id, QUEUED, job.epoch)
             self._clock = self._served[user]
             self._served[user] += job.work
         return self.get(job.id)
@@ -276,8 +267,7 @@ class Queue(JobFile):
 
     def _change(self, id: str, epoch: int, what: str, *values: Any) -> bool:
         """Set columns of a job while it is in this epoch's run; whether it was."""
-        change = f"UPDATE jobs SET {what} WHERE id=? AND status=? AND epoch=?"
-        return self._db.execute(change, (*values, id, RUNNING, epoch)).rowcount == 1
+        return self._set(what, "id=? AND status=? AND epoch=?", *values, id, RUNNING, epoch) == 1
 
     def give_back(
         self, id: str, epoch: int, error: Mapping[str, str] | None = None, blamed: bool = True
@@ -319,11 +309,9 @@ class Queue(JobFile):
 
     def finished(self) -> list[Job]:
         """Completed jobs that still have a file, the oldest first, fetched ones before others."""
-        fetched = "json_extract(result, '$.fetched') IS NULL"
-        return self._jobs(
-            f"status=? AND json_extract(result, '$.file') IS NOT NULL ORDER BY {fetched}, finished",
-            COMPLETED,
-        )
+        there = "status=? AND json_extract(result, '$.file') IS NOT NULL"
+        order = "ORDER BY json_extract(result, '$.fetched') IS NULL, finished"
+        return self._jobs(f"{there} {order}", COMPLETED)
 
     def written_out(self, id: str, epoch: int, prompt: str) -> None:
         """Keep the text that this run's prompt was made into, for every later run of the job."""
@@ -338,11 +326,9 @@ class Queue(JobFile):
 
     def note(self, id: str, **facts: Any) -> None:
         """Enter facts into the result of a completed job."""
-        with self._write() as db:
-            db.execute(
-                "UPDATE jobs SET result=json_patch(result, ?) WHERE id=? AND status=?",
-                (json.dumps(facts), id, COMPLETED),
-            )
+        patch = "result=json_patch(result, ?)"
+        with self._write():
+            self._set(patch, "id=? AND status=?", json.dumps(facts), id, COMPLETED)
 
     # --- webhooks ---------------------------------------------------------------------------------
 

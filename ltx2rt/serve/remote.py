@@ -121,9 +121,8 @@ class RemoteServer:
                 if getattr(error, "errno", None) in DISK_ERRORS:
                     raise
                 if time.monotonic() > deadline:
-                    raise InputError(
-                        f"--server: {self.url} does not answer ({error}); start it, or wait"
-                    ) from None
+                    reason = f"does not answer ({error}); start it, or wait"
+                    raise InputError(f"--server: {self.url} {reason}") from None
                 if not told:
                     note(f"{self.url} does not answer; trying for {self.patience_s:.0f} s")
                 told = True
