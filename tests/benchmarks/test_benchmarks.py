@@ -263,7 +263,8 @@ def test_a_race_that_is_cut_off_leaves_the_cases_it_had(tmp_path, monkeypatch):
         return contest(*arguments)
 
     monkeypatch.setattr(kernels, "contest", second_fails)
-    flags = [*TINY_SIZE, *"--rounds 1 --contestants kernel --output".split(), str(written)]
+    flags = "--rounds 1 --contestants kernel --ops pixel_norm_silu --output".split()
+    flags = [*TINY_SIZE, *flags, str(written)]
     with pytest.raises(KeyboardInterrupt):
         kernels.main(flags)
     assert len(json.loads(written.read_text())["cases"]) == 1
@@ -278,7 +279,8 @@ def test_plain_ops_are_raced_compiled_too():
 
 def test_bytes_of_a_kernel_are_those_of_its_operands_and_results():
     """Of an image's two timesteps: some rows per sample, some per token."""
-    graphs = kernels.request_graphs("tiny-2.3", 64, 64, 9, levels=2, weights_dtype="float8")
+    how = {"levels": 2, "weights_dtype": "float8", "parts": ("stage1", "decode")}
+    graphs = kernels.request_graphs("tiny-2.3", 64, 64, 9, **how)
     found = kernels.cases(graphs, WITH_KERNEL)
     for case in found:
         # v instead of y

@@ -16,12 +16,12 @@ def commands(monkeypatch):
 
 
 def test_a_folder_that_holds_a_model_is_only_read(commands, tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "weights").write_text("precious")
-    demo.main(str(tmp_path / "model"), folder=tmp_path / "demo")
-    assert (tmp_path / "model" / "weights").read_text() == "precious"
+    (model := tmp_path / "model").mkdir()
+    (model / "weights").write_text("precious")
+    demo.main(str(model), folder=tmp_path / "demo")
+    assert (model / "weights").read_text() == "precious"
     assert [words[0] for words in commands] == ["generate", "generate", "compare"]
-    assert commands[0][commands[0].index("--model") + 1] == str(tmp_path / "model")
+    assert commands[0][commands[0].index("--model") + 1] == str(model)
 
 
 def test_a_preset_is_written_below_the_demo_folder(commands, tmp_path):

@@ -56,26 +56,19 @@ def main_file(model):
 
 
 @pytest.mark.parametrize("flags, message", [
-    ("--width 62", "the nearest are 64 and 66 px"),
-    ("--width 62 --pipeline one-stage", "the nearest are 64 and 66 px"),
-    ("--num-frames 0", "the nearest are 1 and 9 frames"),
-    ("--steps 0", "--steps: 0, expected 1 to 10000"),
-    ("--steps many", "--steps: 'many', expected a whole number"),
-    ("--seed -1", "--seed: -1"),
-    ("--fps fast", "--fps: 'fast'"),
-    ("--image cat.png:0.8", "expected FILE[:FRAME[:STRENGTH]]"),
-    ("--stg-blocks 3", "block 3, but the model has blocks 0 to 2"),
-    ("--weights-dtype float8 --dtype float32", "float8 weights go with --dtype bfloat16"),
-    ("--audio-from stage2 --pipeline one-stage", "--audio-from"),
-    ("--enhance-seed -1", "--enhance-seed: -1"),
-    ("--model /nowhere", "--model: /nowhere does not exist"),
-    ("--backend metal", "known backends: cuda, tpu"),
-])  # fmt: skip
-def test_sizes_rates_and_counts(refused, flags, message):
-    assert message in refused(*flags.split())
-
-
-@pytest.mark.parametrize(("flags", "message"), [
+    ("two-stage --width 62", "the nearest are 64 and 66 px"),
+    ("one-stage --width 62", "the nearest are 64 and 66 px"),
+    ("two-stage --num-frames 0", "the nearest are 1 and 9 frames"),
+    ("two-stage --steps 0", "--steps: 0, expected 1 to 10000"),
+    ("two-stage --steps many", "--steps: 'many', expected a whole number"),
+    ("two-stage --seed -1", "--seed: -1"), ("two-stage --fps fast", "--fps: 'fast'"),
+    ("two-stage --image cat.png:0.8", "expected FILE[:FRAME[:STRENGTH]]"),
+    ("two-stage --stg-blocks 3", "block 3, but the model has blocks 0 to 2"),
+    ("two-stage --weights-dtype float8 --dtype float32", "weights go with --dtype bfloat16"),
+    ("one-stage --audio-from stage2", "--audio-from"),
+    ("two-stage --enhance-seed -1", "--enhance-seed: -1"),
+    ("two-stage --model /nowhere", "--model: /nowhere does not exist"),
+    ("two-stage --backend metal", "known backends: cuda, tpu"),
     ("keyframes", "--image: 0 given, the keyframes pipeline goes between at least 2"),
     ("keyframes --image {picture}:0", "--image: 1 given"),
     ("keyframes --image {picture}:0 {picture}:0", "two images at frame 0"),

@@ -7,6 +7,7 @@ import av
 import numpy as np
 import pytest
 
+from ltx2rt.stages.noise import standard_normal
 from ltx2rt.testing import relative_l2
 
 SEEDS = (7, 8)
@@ -35,8 +36,7 @@ def assert_equals(found, alone, silent=False):
             if silent and name == "waveform":
                 continue
             ours = found.latents[name][i]
-            # `latents-out` has an axis of videos in front where one video alone has 1, or nothing
-            # (steps, x0, waveform)
+            # `latents-out` has an axis of videos where one video has 1, or none (steps, x0, waveform)
             close = relative_l2(ours.reshape(array.shape), array)
             assert close <= CLOSE, f"{name} of video {i}: {close}"
 
@@ -73,14 +73,9 @@ def test_videos_and_their_sound_spread_over_ranks_equal_each_alone(
             assert container.streams.audio
 
 
-def test_a_number_that_does_not_divide_is_refused(generate, model):
+def test_videos_differ_and_a_number_that_does_not_divide_is_refused(generate, model):
+    """The oracle above would hold for two equal videos."""
     found = generate("tpu", model, "--num-videos", 3, "--mesh", "data=2")
     assert found.status == 2 and "--num-videos: 3 do not divide over data=2" in found.stderr
-
-
-def test_videos_differ():
-    """The oracle above would hold for two equal videos, too."""
-    from ltx2rt.stages.noise import standard_normal
-
     a, b = (standard_normal(seed, "stage1.video", (4, 128)) for seed in SEEDS)
     assert np.abs(a - b).max() > 1
