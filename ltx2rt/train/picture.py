@@ -45,11 +45,9 @@ def _svg(curves: Mapping[str, Points]) -> Iterator[str]:
     last = max((points[-1][0] for points in curves.values()), default=1)
 
     def place(x: float, y: float) -> tuple[float, float]:
-        right, up = x / last, (y - bottom) / (top - bottom)
-        return (
-            LEFT + (WIDTH - LEFT - RIGHT) * right,
-            HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * up,
-        )
+        right = (WIDTH - LEFT - RIGHT) * x / last
+        up = (HEIGHT - TOP - BOTTOM) * (y - bottom) / (top - bottom)
+        return LEFT + right, HEIGHT - BOTTOM - up
 
     yield (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '

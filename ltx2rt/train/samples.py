@@ -107,31 +107,28 @@ class Samples:
     ) -> None:
         """Leave the sound out where no clip has any. Raises InputError where the mode needs it."""
         r, aims, both = self.request, reached(self.targets), self.mode.trained == ("video", "audio")
+        silent, named = f"none of the {len(items)} clips has sound", " ".join(self.targets)
         if "audio" in self.streams and not sounding:
             if not both or not any("video" in i.sample.streams for i in items):
                 raise InputError(
-                    f"--data: none of the {len(items)} clips has sound, and --mode {r.mode} "
-                    "trains with it; prepare clips with sound, or choose --mode t2v, which then "
-                    "trains the picture"
+                    f"--data: {silent}, and --mode {r.mode} trains with it; prepare clips with "
+                    "sound, or choose --mode t2v, which then trains the picture"
                 )
             if aims != {"video"} and self.targets != self.mode.targets:
-                raise InputError(
-                    f"--targets {' '.join(self.targets)}: none of the {len(items)} clips has "
-                    "sound; leave the flag out, or name groups of the picture"
-                )
+                advice = "leave the flag out, or name groups of the picture"
+                raise InputError(f"--targets {named}: {silent}; {advice}")
             self.streams = self.trained = ("video",)
-            self.targets = tuple(
-                x for x in self.targets if x not in GROUPS or STREAM_OF[x] == "video"
-            )
-            say(f"none of the {len(items)} clips has sound: the picture is trained")
+            kept = (x for x in self.targets if x not in GROUPS or STREAM_OF[x] == "video")
+            self.targets = tuple(kept)
+            say(f"{silent}: the picture is trained")
         elif "audio" in self.trained and not aims & {"audio", "cross"}:
-            said = f"--targets {' '.join(self.targets)}: none reaches the sound"
+            said = f"--targets {named}: none reaches the sound"
             if not both:
                 raise InputError(f"{said}, which --mode {r.mode} trains; add audio-attn")
             say(f"{said}, so the LoRA will not change it")
         elif "audio" in self.trained and both and len(sounding) < len(items):
-            silent = len(items) - len(sounding)
-            say(f"{silent} of {len(items)} clips have no sound: they train the picture alone")
+            few = f"{len(items) - len(sounding)} of {len(items)} clips have no sound"
+            say(f"{few}: they train only the picture")
 
     def _usable(self, items: list[Item], sounding: list[Item]) -> list[Item]:
         """The samples with all streams of the mode. Raises InputError if there are none, and for

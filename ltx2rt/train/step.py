@@ -33,10 +33,9 @@ from ltx2rt.weights.audit import audit
 class Step:
     """batch: samples of one device of the mesh axis `data`. streams: the present ones; targets:
     groups of linears. scale: of the adapters, alpha / rank. remat: of `backend.REMAT`. audio_rank:
-    of the sound's own linears, None: rank. ema: an average is kept. reference: its geometry, and
-    how much smaller it is and how many times fewer frames it has; its tokens follow those of the
-    clip. heard: a sound of the clip's length is a reference as well, at the clip's times. dropout: what adapters
-    read may be dropped, by a rate that is an input."""
+    of the sound's linears, None: rank. ema: an average is kept. reference: its geometry, how much
+    smaller it is and how many times fewer frames it has; its tokens follow the clip's. heard: a
+    sound is a reference as well, at the clip's times. dropout: its rate is an input."""
 
     session: Session
     geometry: Geometry
@@ -100,12 +99,9 @@ class Step:
     @cached_property
     def adapters(self) -> Adapters:
         """Raises InputError for targets that the step lacks."""
-        names = targeted(
-            self.targets, modules(self.plain), self.session.config.transformer.num_layers
-        )
-        return Adapters(
-            frozenset(names), self.rank, self.scale, self.audio_rank, dropout=self.dropout
-        )
+        layers = self.session.config.transformer.num_layers
+        names = frozenset(targeted(self.targets, modules(self.plain), layers))
+        return Adapters(names, self.rank, self.scale, self.audio_rank, dropout=self.dropout)
 
     @cached_property
     def graph(self) -> Graph:
@@ -166,15 +162,14 @@ class Step:
     def require_memory(self) -> None:
         """Raises InputError if the step has no room on any process's device."""
         self.session.backend.limit(self.session.options.max_memory)
-        m, free, host = self.memory, self._free, host_memory()[1]
-        if self.session.backend.device_kind == "cpu":  # the device's memory is the host's
-            host -= m.total
-        if self.session.backend.agree(m.streamed > host):
+        m, free, backend = self.memory, self._free, self.session.backend
+        host = host_memory()[1] - (m.total if backend.device_kind == "cpu" else 0)  # the same there
+        if backend.agree(m.streamed > host):
             raise InputError(
                 f"no room in the host's memory: streamed blocks need {m.streamed / 1e9:.3g} GB, "
                 f"{host / 1e9:.3g} GB are free; close other programs, or try --weights-dtype int8"
             )
-        if self.session.backend.agree(m.total > free):
+        if backend.agree(m.total > free):
             ways = ["a smaller bucket"]
             ways += ["--remat block"] * (self.remat != "block") + ["--batch 1"] * (self.batch > 1)
             ways += ["--weights-dtype int8"] * (not self.session.options.weights_dtype)
@@ -203,11 +198,10 @@ class Step:
         graphs = {step.shape: step.graph for step in (self, *others)}
         for name, x in (begin or {}).items():
             arrays[name][: len(x)] = x
-        backend, drawn = self.session.backend, WithAdapters(source, arrays)
-        more: dict[str, Any] = {}
-        if self.streams_blocks:
-            more = {"streamed": streamed(pieces(self.graph), self.streams_blocks)}
-        weights = backend.load([self.graph], drawn, **more)
+        backend, moved, more = self.session.backend, self.streams_blocks, dict[str, Any]()
+        if moved:
+            more["streamed"] = streamed(pieces(self.graph), moved)
+        weights = backend.load([self.graph], WithAdapters(source, arrays), **more)
         first, *rest = graphs.values()
         how = {"deterministic": deterministic}
         return backend.trainer(first, weights, optimiser, self.remat, rest, **how)

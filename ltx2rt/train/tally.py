@@ -28,9 +28,9 @@ class StepLosses:
 
 @dataclass
 class Tally:
-    """Counts of a run over its steps. updates: those of the optimiser; running: mean losses by
-    stream; silent: steps in a row without a gradient, by group; broken: steps in a row without a
-    finite gradient; finite: whether any loss of a sample was finite."""
+    """Counts of a run over its steps. updates: of the optimiser; running: mean losses by stream;
+    silent, broken: steps in a row without a gradient, by group, and without a finite one; finite:
+    whether any loss of a sample was finite."""
 
     updates: int
     running: dict[str, float]
@@ -101,11 +101,8 @@ def losses_row(found: StepLosses) -> dict[str, float | None]:
     for name, loss in found.losses.items():
         row[f"{name}_loss"] = float(loss.mean()) if loss.size else None
         quarters = np.minimum((found.levels[name] * 4).astype(int), 3)
-        row |= {
-            f"{name}_loss_q{q}": float(loss[quarters == q].mean())
-            for q in range(4)
-            if (quarters == q).any()
-        }
+        for q in sorted(set(quarters.tolist())):
+            row[f"{name}_loss_q{q}"] = float(loss[quarters == q].mean())
     return row
 
 

@@ -164,7 +164,7 @@ def test_several_caches_and_kinds_of_clips(prepare, train, cache, no_run, tmp_pa
     train(tmp_path / "a", "--data", f"{other}:3", "--sound-share", 0.5, **more)
     capsys.readouterr()
     train(tmp_path / "b", "--data", other, **more)
-    assert "2 of 5 clips have no sound: they train the picture alone" in capsys.readouterr().err
+    assert "2 of 5 clips have no sound: they train only the picture" in capsys.readouterr().err
     for row in rows_of(tmp_path / "a") + rows_of(tmp_path / "b"):
         assert len(row["samples"]) == 2 and row["video_loss"] > 0
     losses = [row["audio_loss"] for row in rows_of(tmp_path / "b")]

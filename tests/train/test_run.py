@@ -429,7 +429,7 @@ def test_a_run_goes_on_by_its_folder_and_says_how_long(train, refused, tmp_path,
     run = tmp_path / "run"
     train(run, steps=2, held_out=0.3, validate_every=1)
     told = capsys.readouterr().err
-    assert re.search(r"step 1 of 2: mean loss of 1 steps video [\d.]+ \(held out [\d.]+\)", told)
+    assert re.search(r"step 1 of 2: mean loss of 1 step video [\d.]+ \(held out [\d.]+\)", told)
     assert re.search(r"held out [\d.]+\), \d+ s left", told) and "held out" in told
     assert cli.main(["train", "run", "--output", str(run), "--steps", "3"]) == 0
     assert "continues at step 2 of 3" in capsys.readouterr().err
