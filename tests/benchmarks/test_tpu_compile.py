@@ -39,7 +39,7 @@ def test_a_cell_is_one_program(cell, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name", ["video-encoder", "video-decoder", "upsampler", "audio-decoder", "vocoder"]
+    "name", "video-encoder video-decoder upsampler audio-decoder vocoder".split()
 )
 def test_what_2_5_shares_with_2_3_is_compiled_once(name):
     graphs = []

@@ -135,11 +135,6 @@ def test_every_pipeline_is_compiled(name, words):
     assert steps == expected.get(name, {1, 4})
 
 
-def test_no_pipeline_is_left_out():
-    """LTX-2.5's own is in tests/pipelines/test_dfr.py."""
-    assert {*PIPELINES, "dfr"} == pipelines().keys()
-
-
 def test_a_checkpoint_is_planned_from_its_headers(tiny):
     settings = {"width": 64, "height": 64, "num_frames": 9, "mesh": {"tensor": 2, "sequence": 2}}
     found = plan("v6e:2x2", model=tiny("tiny-2.0", "official"), **settings)
@@ -163,7 +158,9 @@ def test_flags_narrow_what_is_compiled():
     assert [c.branches for c in plan(component=("denoise-step",), branches=3).cells] == [3, 3]
 
 
-def test_a_topology_says_its_devices():
+def test_a_topology_says_its_devices_and_no_pipeline_is_left_out():
+    """LTX-2.5's own pipeline is in tests/pipelines/test_dfr.py."""
+    assert {*PIPELINES, "dfr"} == pipelines().keys()
     for topology, kind, mesh in (
         ("tpu7x:2x2x1", "v7x", {"sequence": 8}),  # two devices a chip
         ("v5p:2x2x1", "v5p", {"sequence": 4}), ("v6e:1x1", "v6e", {}),

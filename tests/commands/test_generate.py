@@ -371,7 +371,7 @@ def test_a_run_that_fails_leaves_no_file(where, raised, status, generate, model,
     assert status != 1 or str(raised) in errors[0]
 
 
-def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model, images):
+def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model, tmp_path):
     """Also not that a flag is unread, a prompt cut or an image's alpha dropped."""
     words = "--seed 1 --num-frames 9 --pipeline distilled --distilled-lora none --no-audio"
 
@@ -380,18 +380,14 @@ def test_quiet_says_where_the_file_is_and_verbose_what_is_built(generate, model,
 
     quiet = made("--quiet", "--prompt", "word " * 2000)
     assert (quiet.status, quiet.stderr) == (0, "") and quiet.stdout.count("\n") == 1
-    loud = made("--verbose")
-    assert loud.status == 0 and "building video-decoder" in loud.stderr
+    (tmp_path / "old.json").write_text("{}")
+    loud = made("--verbose", "--report", tmp_path / "old.json")
+    assert loud.status == 0 and f"will be replaced: {tmp_path}/old.json\n" in loud.stderr
+    assert "building video-decoder" in loud.stderr
     assert "loading the weights of guided-step ...\n" in loud.stderr
     assert "decode: 9 frames ...\n" in loud.stderr and "\r" not in loud.stderr
     both = made("--quiet", "--verbose")
     assert both.status == 2 and "contradict each other" in both.stderr
-
-
-def test_a_file_that_will_be_replaced_is_named(generate, model, tmp_path):
-    (tmp_path / "old.json").write_text("{}")
-    found = generate("cuda", model, "--report", tmp_path / "old.json", "--seed", 1, *QUICK)
-    assert found.status == 0 and f"will be replaced: {tmp_path}/old.json\n" in found.stderr
 
 
 def test_the_room_that_is_asked_for_holds_the_files(run, monkeypatch):

@@ -250,10 +250,9 @@ def test_resampling_is_torchaudios(rate):
     np.testing.assert_allclose(found[1, AT], TORCHAUDIO[rate], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "rate, new, size", [(48000, 16000, 100), (44100, 16000, 333), (8000, 16000, 51), (97, 31, 40)]
-)
-def test_resampling_is_its_formula(rate, new, size):
+@pytest.mark.parametrize("rate, new", [(48000, 16000), (44100, 16000), (8000, 16000), (97, 31)])
+def test_resampling_is_its_formula(rate, new):
+    size = 40 + rate % 300
     x = np.random.default_rng(0).standard_normal((2, size)).astype(np.float32)
     cutoff = 0.99 * min(rate, new)
     t = cutoff * (np.arange(size)[:, None] / rate - np.arange(math.ceil(size * new / rate)) / new)
