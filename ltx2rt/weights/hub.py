@@ -140,9 +140,8 @@ class Repository(Listing):
         if path not in self._opened:
             import huggingface_hub
 
-            header = huggingface_hub.parse_safetensors_file_metadata(
-                self.repo.name, str(path), revision=self.commit
-            )
+            read = huggingface_hub.parse_safetensors_file_metadata
+            header = read(self.repo.name, str(path), revision=self.commit)
             self._opened[path] = RemoteFile(path, header.tensors)
         return self._opened[path]
 
@@ -184,12 +183,8 @@ def fetch(
         if repo.file and (part not in ("main", "lora") or repo.file.endswith(".gguf")):
             found = huggingface_hub.hf_hub_download(repo.name, repo.file, revision=repo.revision)
             return Path(found)
-        info = huggingface_hub.model_info(
-            repo.name,
-            revision=repo.revision,
-            files_metadata=True,
-            timeout=constants.HF_HUB_ETAG_TIMEOUT,
-        )
+        how = {"files_metadata": True, "timeout": constants.HF_HUB_ETAG_TIMEOUT}
+        info = huggingface_hub.model_info(repo.name, revision=repo.revision, **how)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     for name, size in sizes.items():
         if not isinstance(name, str) or not isinstance(size, int) or size < 0:

@@ -21,12 +21,7 @@ from ltx2rt.weights import parts
 from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.changes import own_scale
 from ltx2rt.weights.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
-from ltx2rt.weights.files import (
-    TensorInfo,
-    TensorReader,
-    open_file,
-    open_tensors,
-)
+from ltx2rt.weights.files import TensorInfo, TensorReader, open_file, open_tensors
 from ltx2rt.weights.lora import modules_of, open_lora
 from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.names import collapse

@@ -94,8 +94,8 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
     sought = ["gemma", "upsampler"]
     if len(mains) > 1 and tree:
         said = ", ".join(f"{file.path} ({words(file)})" for file in mains)
-        said = f"{len(mains)} candidates for the checkpoint: {said}"
-        raise InputError(f"{path}: {said}; choose with --model FILE")
+        said = f"{len(mains)} candidates for the checkpoint: {said}; choose with --model FILE"
+        raise InputError(f"{path}: {said}")
     if main is not None and len(mains) == 1:
         if _lacks(main):
             parts.donor = open_file(config_from) if config_from else _donor(parts, main)

@@ -245,11 +245,9 @@ def _rotation(m: Matrix, said: Mapping[str, Any], rotated: Any) -> int:
 def _tiles(m: Matrix, child: str, columns: int, swizzle: bool = True) -> Callable[[], np.ndarray]:
     """A reader of the bytes of block scales, uint8 [rows, columns]."""
     rows = m.shape[0]
-    padded = -(-rows // 128) * 128 * -(-columns // 4) * 4
-    fits = m.file.info(f"{m.stem}.{child}").dtype.itemsize == 1
-    fits = fits and m.size(child) == (padded if swizzle else rows * columns)
-    tiles = " in tiles of 128x4" if swizzle else ""
-    m.expect(child, fits, f"{padded if swizzle else rows * columns} scales of 8 bits{tiles}")
+    size = -(-rows // 128) * 128 * -(-columns // 4) * 4 if swizzle else rows * columns
+    fits = m.file.info(f"{m.stem}.{child}").dtype.itemsize == 1 and m.size(child) == size
+    m.expect(child, fits, f"{size} scales of 8 bits{' in tiles of 128x4' if swizzle else ''}")
 
     def read() -> np.ndarray:
         stored = m.read(child).view(np.uint8)

@@ -53,9 +53,8 @@ class Vocabulary:
             begin = ("<bos>", ids["<bos>"])
             found.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[begin])
         added = (text for text, kind in zip(texts, self.types, strict=True) if kind in ADDED)
-        found.add_tokens(
-            [AddedToken(text, normalized=False, special=text in SPECIAL) for text in added]
-        )
+        tokens = [AddedToken(text, normalized=False, special=text in SPECIAL) for text in added]
+        found.add_tokens(tokens)
         return found.to_str().encode()
 
     def _merges(self, texts: Sequence[str], ids: Mapping[str, int]) -> list[tuple[str, str]]:
@@ -117,12 +116,9 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
         number, wire = key >> 3, key & 7
         if wire == 0:
             yield number, varint()
-        elif wire == 5:
-            yield number, struct.unpack_from("<f", data, at)[0]
-            at += 4
-        elif wire == 1:
-            yield number, struct.unpack_from("<d", data, at)[0]
-            at += 8
+        elif wire in (1, 5):
+            yield number, struct.unpack_from("<d" if wire == 1 else "<f", data, at)[0]
+            at += 8 if wire == 1 else 4
         elif wire == 2:
             size = varint()
             if at + size > len(data):

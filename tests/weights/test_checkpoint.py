@@ -311,12 +311,6 @@ def test_an_upsampler_for_other_latents_is_refused(official):
 
 # ---- LTX-2.5: a file for each part ---------------------------------------------------------------
 
-PARTS = {  # of the released repository: its folders
-    "transformer": "diffusion_models", "text-encoder": "text_encoders", "distilled-lora": "loras",
-    **dict.fromkeys(("video-vae-conv", "video-vae", "audio-vae"), "vae"),
-    **dict.fromkeys(("spatial-upsampler-x2", "temporal-upsampler-x2"), "latent_upscale_models"),
-    "duration-head": "model_patches",
-}  # fmt: skip
 FOUND = {
     "transformer", "text", "gemma", "video_vae", "audio_vae", "vocoder", "upsampler",
     "temporal_upsampler", "duration_head", "diffusion_decoder",
@@ -347,19 +341,6 @@ def test_parts_in_files_of_their_own_are_told_by_their_headers(parts):
     assert checkpoint.distilled_lora() in checkpoint.loras_found
     assert isinstance(checkpoint.tokenizer, Asset) and b"<bos>" in checkpoint.tokenizer.read_bytes()
     assert len(list(checkpoint.source("text").names())) == 66 + 4
-
-
-def test_the_released_folders_open_by_their_root_or_by_the_transformer(parts):
-    for name, folder in PARTS.items():
-        (parts / folder).mkdir(exist_ok=True)
-        part(parts, name).rename(parts / folder / part(parts, name).name)
-    main = part(parts / "diffusion_models", "transformer")
-    for path in (parts, main):
-        assert open_checkpoint(path).sources.keys() == FOUND
-    (main.parent / "dev.safetensors").symlink_to(main.resolve())
-    with refused(r"2 candidates for the checkpoint.*--model"):
-        open_checkpoint(parts)
-    assert open_checkpoint(main).sources.keys() == FOUND
 
 
 def test_every_part_may_be_named_by_its_flag(parts, tmp_path):

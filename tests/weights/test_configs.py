@@ -264,17 +264,6 @@ def test_every_upsamplers_config_is_read_as_it_was_written(kind, layout):
         LTX2LatentUpsamplerModel.from_config(data)
 
 
-def test_the_temporal_upsampler_is_told_before_the_rational_one():
-    """The header of LTX-2.5's temporal file."""
-    released = {
-        "_class_name": "LatentUpsampler", "in_channels": 128, "mid_channels": 512, "num_blocks_per_stage": 4,
-        "dims": 3, "spatial_upsample": False, "temporal_upsample": True, "spatial_scale": 1.0,
-        "rational_resampler": True,
-    }  # fmt: skip
-    found = latent_upsampler.upsampler(Keys(released, "u"), rational=False)
-    assert found.temporal and found.mid_channels == 512 and found.output_grid(5, 3, 7) == (9, 3, 7)
-
-
 def test_versions_are_their_leading_integers():
     assert version_tuple("2.3.0") == (2, 3, 0)
     assert version_tuple("2-3-rc1.4") == (2, 3)

@@ -25,12 +25,10 @@ def preset(name: str, model: ModelConfig) -> DurationHeadConfig:
     return DurationHeadConfig(width, 1, 4, width, transformer.width, transformer.audio_width)
 
 
-def duration_head(
-    keys: Keys, layout: str, video_width: int, audio_width: int
-) -> DurationHeadConfig:
-    """video_width, audio_width: of the contexts that its projections take."""
-    widths = {"video_width": video_width, "audio_width": audio_width}
-    config = DurationHeadConfig(**read(ROWS, keys, layout), **widths)
+def duration_head(keys: Keys, layout: str, video: int, audio: int) -> DurationHeadConfig:
+    """video, audio: widths of the contexts that its projections take."""
+    own = read(ROWS, keys, layout)
+    config = DurationHeadConfig(**own, video_width=video, audio_width=audio)
     if config.width % config.num_heads:
         expected = f"a multiple of {config.num_heads} heads"
         raise keys.wrong("pooler_hidden_dim", config.width, expected)
