@@ -139,9 +139,7 @@ Call = tuple[Program, Any, Mapping[str, Any]]  # a program, its weights, its inp
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """kind: "cpu", or what the framework calls its accelerators; name: what the driver calls this
-    one.
-
+    """kind: "cpu", or what the framework calls its accelerators; name: the driver's for this one.
     total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a
     mesh can have, other hosts' included; hosts: whose processes drive them. reserve_bytes,
     reserve_share: a run leaves so many bytes and such a share free for the framework's pools,
@@ -171,7 +169,6 @@ class DoesNotFit(Exception):
 @dataclass(frozen=True)
 class Compiled:
     """One program as its compiler left it; counts are of one call, bytes of one device.
-
     compile_cpu_s: processor time of all threads. collectives: executions by kind, loops multiplied;
     received_bytes: by all of them. weights_bytes: all arguments as the compiler lays them out;
     temp_bytes and output_bytes: what a call needs besides. times_s: estimated by the compiler's
@@ -217,13 +214,10 @@ class Backend(Protocol):
         road: str = "pinned",
     ) -> Any:
         """Weights of all parameters of `graphs`, on the device, each cast once to the graph's
-        dtype.
-
-        base: weights loaded before; every tensor of theirs that `changed` does not name is shared,
-        not copied. streamed: pieces that stay in the host's memory (`placement.stream`), of a
-        backend whose factory `streams`; road: how they reach the device, one of
-        `placement.stream.ROADS`. Raises InputError if they have no room there.
-        """
+        dtype. base: weights loaded before, which share every tensor that `changed` does not name.
+        streamed: pieces that stay in the host's memory (`placement.stream`), of a backend whose
+        factory `streams`; road: how they reach the device, of `placement.stream.ROADS`. Raises
+        InputError if they have no room there."""
 
     def park(self, weights: Any) -> Any:
         """A copy of `weights` in the host's memory; None if it cannot hold them."""
@@ -256,7 +250,7 @@ class Backend(Protocol):
     ) -> Sequence[Future[None]]:
         """Begin to compile what it lowered, in this order, while other things run; a call waits for
         its own program. With each whether `each` calls it. Returns what can be cancelled. Where
-        compiling takes no time it reads none of them, and each is lowered when it is called."""
+        compiling takes no time it reads none of them."""
 
     def merge(self, weight: np.ndarray, factors: Sequence[Any], rounded: bool) -> Any:
         """`weights.lora.merge` on the device, sums in another order, for `load`'s source."""

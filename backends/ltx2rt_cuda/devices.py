@@ -12,11 +12,9 @@ from ltx2rt.placement.devices import PCIE4, PCIE5, DeviceKind, Sustained
 
 COLLECTIVE_S = 10e-6  # fixed latency of a collective; assumed, not measured
 
-
 # Memory of a GPU that PyTorch's pools, cuBLAS's and cuDNN's workspaces and fragmentation take from
 # a run's share.
 RESERVE: dict[str, Any] = {"reserve_bytes": 3_000_000_000, "reserve_share": 0.02}
-
 
 # Measured on one H200 (docs/gpus.md) with LTX-2.3 at 768x512x121; tests/run/test_estimate.py
 # compares requests. Its 700 W limit products.

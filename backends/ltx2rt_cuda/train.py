@@ -1,8 +1,6 @@
 """Training of a graph's adapters in PyTorch: autograd through the lowered function, AdamW by
-torch.optim.
-
-Decides how gradients of several ranks combine: each rank's loss counts 1 / ranks, and a
-parameter's gradient is added up over every mesh axis that does not cut it.
+torch.optim. Each rank's loss counts 1 / ranks, and a parameter's gradient is added up over every
+mesh axis that does not cut it.
 """
 
 from __future__ import annotations

@@ -131,10 +131,8 @@ def trips(name: str, condition: list[str], line: str) -> int | None:
     windowed product's loop counts two parts at a time."""
     if known := re.search(r'known_trip_count"?:\{"n":"(\d+)"\}', line):
         return int(known[1])
-    bounds = [
-        int(n) for text in condition for n in re.findall(r"[su]32\[\]\S* constant\((\d+)\)", text)
-    ]
-    return bounds[0] // (2 if "windowed_dot" in name else 1) if len(bounds) == 1 else None
+    bounds = re.findall(r"[su]32\[\]\S* constant\((\d+)\)", "\n".join(condition))
+    return int(bounds[0]) // (2 if "windowed_dot" in name else 1) if len(bounds) == 1 else None
 
 
 def received(kind: str, start: bool, line: str) -> float:

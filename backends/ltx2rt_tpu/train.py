@@ -1,8 +1,6 @@
 """Training of a graph's adapters in JAX: the gradient of the function that is lowered anyway, AdamW
-by optax.
-
-Decides how gradients of several devices combine: each device's loss counts 1 / devices, and a
-parameter's gradient is added up over every mesh axis that does not cut it.
+by optax. Each device's loss counts 1 / devices, and a parameter's gradient is added up over every
+mesh axis that does not cut it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""Which kernel runs an op of the table, and why not.
-
-A kernel's module has `why_not(*operands, **plan)`, the reason why it cannot take these operands
-(None if it can), and a function of the op's name that runs it. Both get the arguments of the op's
-function in a lowering.
+"""Which kernel runs an op of the table, and why not. A kernel's module has `why_not(*operands,
+**plan)`, the reason why it cannot take these operands (None if it can), and a function of the op's
+name that runs it. Both get the arguments of the op's function in a lowering.
 """
 
 from __future__ import annotations

@@ -97,8 +97,6 @@ class Session(Memory):
         """The options of the requests to come."""
         self.asked = self.options = self.weights.options = options
 
-    # --- graphs, programs, weights ----------------------------------------------------------------
-
     def key(self, call: Call) -> tuple[Any, ...]:
         """The key of the call's graph and program. Calls with other LoRAs share one unless these
         change stored weights, or stay apart with other targets; sessions on other meshes, of
@@ -221,8 +219,6 @@ class Session(Memory):
         for held in (self._programs, self._graphs, self._costs, self._contexts):
             held.clear()
         self.weights.close()
-
-    # --- before a run: only headers and sizes -----------------------------------------------------
 
     def audit(self, stages: Sequence[Needing]) -> dict[str, list[Merge]]:
         """Compare every network that the stages call with the checkpoint, and every LoRA with both.

@@ -57,14 +57,10 @@ class Run:
     def __str__(self) -> str:
         return f"{self.name}-{self.dtype}{'-lora' * self.lora}{'-halved' * self.halved}"
 
+    @cache  # noqa: B019
     def on(self, devices: int) -> Graph:
-        return placed(self, devices)
-
-
-@cache
-def placed(run: Run, devices: int) -> Graph:
-    graph = case(run.name, run.dtype).on(devices)
-    return fuse(interleave(rotate(graph), TOKENS)) if run.halved else graph
+        graph = case(self.name, self.dtype).on(devices)
+        return fuse(interleave(rotate(graph), TOKENS)) if self.halved else graph
 
 
 RUNS = {
@@ -154,30 +150,17 @@ def collectives():
 # --- torch ranks ----------------------------------------------------------------------------------
 
 
-def requested_bytes(devices: int, folder: Path) -> dict[str, int]:
+def requested_bytes(backend: Any, devices: int, folder: Path) -> dict[str, int]:
     """Bytes that this rank asks of the reader while it loads each case from a file."""
-    backend, found = get_backend("cuda", "cpu", {"tensor": devices}), {}
-    for name in NAMES:
-        file = TensorFile(folder / f"params-{name}.safetensors")
+    files = {name: TensorFile(folder / f"params-{name}.safetensors") for name in NAMES}
+    for name, file in files.items():
         backend.load([Run(name).on(devices)], file)
-        found[name] = file.requested_bytes
-    return found
+    return {name: file.requested_bytes for name, file in files.items()}
 
 
-def agreed(devices: int) -> list[bool]:
-    """What the ranks agree on if one of them says so, and if none does."""
-    backend = get_backend("cuda", "cpu", {"tensor": devices})
-    return [backend.agree(backend.position.rank == 1), backend.agree(False)]
-
-
-def shared_calls(devices: int) -> dict[str, Any]:
+def shared_calls(backend: Any) -> dict[str, Any]:
     """Ten calls shared by the ranks: stopped by their reader, stopped by a call on which all agree,
-    then whole.
-
-    Returns the number of calls that were taken until each end, and what the main process got of the
-    last.
-    """
-    backend = get_backend("cuda", "cpu", {"tensor": devices})
+    then whole. Returns how many were taken until each end, and what the main process got at last."""
     program, taken, found = backend.lower(double()), [], []
 
     def calls(until: int = 10):
@@ -245,8 +228,10 @@ def rank_main(devices: int, rank: int, folder: Path, measure: bool = False) -> N
         name, found = "big", measured_load("cuda", {"tensor": devices}, folder)
     else:
         name, found = f"cuda-{devices}", {"executed": run_all("cuda", devices, folder)}
-        found["requested"] = requested_bytes(devices, folder)
-        found["agreed"], found["shared"] = agreed(devices), shared_calls(devices)
+        backend = get_backend("cuda", "cpu", {"tensor": devices})
+        found["requested"] = requested_bytes(backend, devices, folder)
+        found["agreed"] = [backend.agree(backend.position.rank == 1), backend.agree(False)]
+        found["shared"] = shared_calls(backend)
     (folder / f"{name}-rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 

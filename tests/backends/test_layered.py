@@ -60,17 +60,10 @@ def params_of(graph: Graph) -> dict[str, np.ndarray]:
 def ways(graph: Graph, mesh: dict[str, int] | None = None) -> list[dict[str, np.ndarray]]:
     """All layers on the device, all in the host's memory, and all in the file, after they were
     parked."""
-    backend, source, found = (
-        get_backend("tpu", "cpu", mesh or {}),
-        ArraySource(params_of(graph)),
-        [],
-    )
-    pieces = frozenset(stream.pieces(graph))
-    for kind, how in (
-        (None, {}),
-        (HostLayers, {"streamed": pieces}),
-        (FileLayers, {"streamed": pieces, "road": "file"}),
-    ):
+    backend, source = get_backend("tpu", "cpu", mesh or {}), ArraySource(params_of(graph))
+    from_host, found = {"streamed": frozenset(stream.pieces(graph))}, []
+    from_file = from_host | {"road": "file"}
+    for kind, how in ((None, {}), (HostLayers, from_host), (FileLayers, from_file)):
         weights = backend.load([graph], source, **how)
         streamed = [x for x in weights.values() if isinstance(x, (HostLayers, FileLayers))]
         assert all(isinstance(x, kind) for x in streamed) and bool(streamed) == bool(how)

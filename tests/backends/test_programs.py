@@ -13,8 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
-import ltx2rt_cuda.lower
-import ltx2rt_cuda.program
 import ltx2rt_tpu.program
 import ml_dtypes
 import numpy as np
@@ -198,20 +196,6 @@ def test_a_program_is_compiled_ahead_or_by_its_call(
     again.result()
 
 
-def test_torch_lowers_once_however_often_it_is_called(monkeypatch):
-    calls = []
-
-    def counted(graph, *args, **kwargs):
-        calls.append(graph.name)
-        return ltx2rt_cuda.lower.lower(graph, *args, **kwargs)
-
-    monkeypatch.setattr(ltx2rt_cuda.program, "lower", counted)
-    handle = fresh("cuda")
-    for seed in (8, 9):
-        denoise(handle, SIGMAS, **job(seed, GUIDANCE * np.float32(1.0 + 0.1 * seed)))
-    assert calls == ["denoise.before", "guided-step"]
-
-
 @pytest.mark.long
 def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
     """Three layers, several steps, other scales and weights: one graph."""
@@ -241,22 +225,11 @@ def test_compile_option_compiles_the_repeated_block_once(monkeypatch):
 # Torch's own import of inductor.
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning")
 def test_inductor_runs_a_compiled_block():
-    def block(o, carry, invariant, data):
-        x = o.add(carry["x"], o.linear(o.gelu(carry["x"]), "proj", {"D": 8}))
-        return {"x": o.mul(x, data["gain"])}, {}
-
-    def model(o):
-        x, gain = o.input("x", tokens=5, D=8), o.input("gain", layers=LAYERS)
-        made, _ = o.repeat(block, LAYERS, {"x": x}, data={"gain": gain}, prefix="layers.*.")
-        return {"y": made["x"]}
-
-    graph = trace("stack", model, "float32")
-    params, gain = random_params(graph), np.array([0.5, 1, 2], np.float32)
-    inputs = {"x": np.random.default_rng(0).standard_normal((5, 8), np.float32), "gain": gain}
-    backend = get_backend("cuda", "cpu")
-    program = backend.lower(graph, compile=True)
-    y = backend.to_host(program(backend.load([graph], ArraySource(params)), inputs)["y"])
-    assert relative_l2(y, run_graph("numpy", graph, params, inputs)["y"]) <= 1e-6
+    torch._dynamo.reset()
+    handles = fresh("cuda", compile=True), shared("cuda")
+    found, expected = (denoise(handle, SIGMAS[:2], **job(12))[0] for handle in handles)
+    for key, value in expected.items():
+        assert relative_l2(found[key], value) <= 1e-5, key  # fused otherwise
 
 
 KNOWN = {LEVEL: 1, "xla_llvm_disable_expensive_passes": True}  # to every XLA

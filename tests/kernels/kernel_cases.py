@@ -161,10 +161,6 @@ def text_qk(x, given=False, shapes=((2, 5),), spread=()) -> Case:
     return "qk_scale" if given else "qk_norm", operands, plan
 
 
-def sum_squares(x: Operands) -> Case:
-    return "sum_squares", [x.inside(2, 5, 3, 10)], {"dims": (2, 3)}
-
-
 def linear_gelu(x: Operands) -> Case:
     """2 heads of 9 contracted; the bias a slice of a packed one."""
     plan = {"num_contracted": 2, "out_shape": (3, 8)}
@@ -177,19 +173,11 @@ def head_gate(x: Operands) -> Case:
     return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}
 
 
-def head_gate_of_many(x: Operands) -> Case:
-    return "head_gate", [x.inside(1, 13, 2, 17), x.inside(1, 13, 2)], {}
-
-
 def head_gate_of_values(x: Operands) -> Case:
     """The second sample's values, a slice of a packed projection, stand for its attention."""
     _, operands, plan = head_gate(x)
     keep = torch.tensor([1.0, 0.0], device=operands[0].device)
     return "head_gate", [*operands, keep, x.inside(2, 5, 3, 10)], plan
-
-
-def e4m3_of_a_gate(x: Operands) -> Case:
-    return "head_gate_rows", *head_gate_of_values(x)[1:]
 
 
 def pixel_norm_silu(x: Operands, channels=12, last=False, frames=3, ndim=5) -> Case:
@@ -214,10 +202,6 @@ def quantise_rows(x: Operands, width: int) -> Case:
     sizes = torch.tensor([[0.0], *([10.0**n] for n in range(-19, 20))], device=rows.device)
     rows *= sizes.to(rows.dtype)
     return "quantise_rows", [rows], {}
-
-
-def e4m3_of_gelu(x: Operands) -> Case:
-    return "quantise_rows", [x.inside(7, 30)], {"gelu": True}
 
 
 def neighbourhood(x, sizes, window, beyond=0, dim=10, heads=3) -> Case:
@@ -290,12 +274,12 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "qk_norm of q and spread k": partial(text_qk, shapes=((4, 5), (3, 7)), spread=(1, 2, 0, 2)),
     "qk_scale of q and spread k": partial(text_qk, given=True, shapes=((3, 7), (2, 3)), spread=(0, 1, 0)),
     "qk_scale of q and k": partial(text_qk, given=True, shapes=((1, 7), (2, 3))),
-    "sum_squares": sum_squares,
+    "sum_squares": lambda x: ("sum_squares", [x.inside(2, 5, 3, 10)], {"dims": (2, 3)}),
     "linear_gelu": linear_gelu,
     "head_gate": head_gate,
-    "head_gate of more tokens": head_gate_of_many,
+    "head_gate of more tokens": lambda x: ("head_gate", [x.inside(1, 13, 2, 17), x.inside(1, 13, 2)], {}),
     "head_gate of the values": head_gate_of_values,
-    "e4m3 of a gate": e4m3_of_a_gate,
+    "e4m3 of a gate": lambda x: ("head_gate_rows", *head_gate_of_values(x)[1:]),
     "pixel_norm_silu channels first": pixel_norm_silu,
     "pixel_norm_silu channels last": partial(pixel_norm_silu, last=True),
     "pixel_norm_silu of the last frames, channels first": partial(pixel_norm_silu, frames=5),
@@ -308,7 +292,7 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "snake_beta other filters": partial(snake_beta, taps=6),
     "quantise_rows": partial(quantise_rows, width=1030),
     "quantise_rows one number": partial(quantise_rows, width=1),
-    "e4m3 of a GELU": e4m3_of_gelu,
+    "e4m3 of a GELU": lambda x: ("quantise_rows", [x.inside(7, 30)], {"gelu": True}),
     "neighbourhood_attention": partial(neighbourhood, sizes=(5, 6, 11), window=(3, 5, 3), heads=1),
     "neighbourhood_attention centred windows":
         partial(neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2),

@@ -41,10 +41,9 @@ def loras(other, tmp_path_factory):
     return folder / "one.safetensors", folder / "two.safetensors"
 
 
-def made(session, loras, **changes):
-    given = [LoraSpec(path, strength) for path, strength in loras]
-    session.resident.use_loras(given)
-    return session.generate("a fox", pipeline="one-stage", **{**SMALL, "audio": False, **changes})
+def made(session, path, strength=1.0):
+    session.resident.use_loras([LoraSpec(path, strength)])
+    return session.generate("a fox", pipeline="one-stage", audio=False, **SMALL)
 
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
@@ -73,10 +72,9 @@ def test_weights_in_8_bits_are_not_rounded_anew(model, loras, generate):
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def test_loras_change_without_reading_the_model(backend, model, loras):
     with ltx2rt.open(model, backend=backend, device="cpu", lora_mode="unmerged") as session:
-        requests = [[(loras[0], 1.0)], [(loras[0], 0.5)], [(loras[1], 1.0)], [(loras[0], 1.0)]]
         built, runs = [], []
-        for given in requests:
-            runs.append(made(session, given))
+        for number, strength in ((0, 1.0), (0, 0.5), (1, 1.0), (0, 1.0)):
+            runs.append(made(session, loras[number], strength))
             built.append(session.resident.backend.num_built)
         size = sum(TensorFile(loras[0]).info(n).nbytes for n in TensorFile(loras[0]).names())
         first, again, others, back = (run.report["loaded_bytes"] for run in runs)
@@ -97,7 +95,7 @@ def test_what_cannot_stay_apart_is_refused(model, other, loras, tmp_path):
     with ltx2rt.open(model, backend="cuda", device="cpu", lora_mode="unmerged") as session:
         for path, what in ((other, "also changes"), (tmp_path / "loha.safetensors", "is a LoHa")):
             with pytest.raises(InputError, match=rf"{path.name} {what}.*--lora-mode merged"):
-                made(session, [(path, 1.0)])
+                made(session, path)
 
 
 @pytest.mark.slow

@@ -114,23 +114,23 @@ def test_a_terminal_shows_a_bar_and_keeps_only_what_has_ended():
 
 
 def test_a_bar_is_that_of_the_whole_clip_where_its_work_is_known():
-    now, stream = [0.0], Terminal()
-    watch = Stopwatch(stream, clock=lambda: now[0], work={"stage1": 3.0, "decode": 1.0})
-    for name, steps, seconds in (("stage1", 3, 10), ("decode", 1, 10)):
+    watch = Stopwatch(Terminal(), clock=Clock(), work={"stage1": 3.0, "decode": 1.0})
+    for name, steps in (("stage1", 3), ("decode", 1)):
         with watch.stage(name, steps) as step:
             for _ in range(steps):
-                now[0] += seconds
+                watch.clock.now += 10
                 step()
-    shown = re.findall(r"(\w+: \d of \d steps) \|.*?\| (\d+%)(, \d+ s left)?", stream.getvalue())
+    said = watch.stream.getvalue()
+    shown = re.findall(r"(\w+: \d of \d steps) \|.*?\| (\d+%)(, \d+ s left)?", said)
     assert ("stage1: 3 of 3 steps", "75%", ", 10 s left") in shown
     assert ("decode: 0 of 1 steps", "75%", ", 10 s left") in shown
 
 
 def test_a_long_stage_prints_a_line_every_30_s_where_there_is_no_bar():
-    now, stream = [0.0], io.StringIO()
-    with Stopwatch(stream, clock=lambda: now[0], brief=True).stage("stage1", 8) as step:
+    watch = Stopwatch(io.StringIO(), clock=Clock(), brief=True)
+    with watch.stage("stage1", 8) as step:
         for _ in range(8):
-            now[0] += 10
+            watch.clock.now += 10
             step()
-    lines = stream.getvalue().splitlines()
+    lines = watch.stream.getvalue().splitlines()
     assert lines == ["stage1: 3 of 8 steps, 50 s left", "stage1: 6 of 8 steps, 20 s left"]

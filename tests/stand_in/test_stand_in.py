@@ -34,29 +34,24 @@ CARDS = {
     12: (12288, "8.6"), 16: (16376, "8.9"), 24: (24564, "8.9"), 32: (32607, "12.0"),
     48: (46068, "8.9"), 80: (81559, "9.0"), 141: (143771, "9.0"),
 }  # fmt: skip
+PYTHON = str(FOLDER / "venv/bin/python")
 TINY = {"width": 128, "height": 64, "num_frames": 17}
 MESHES = ({"tensor": 2}, {"tensor": 4}, {"sequence": 2, "tensor": 2}, {"guidance": 2, "tensor": 2})
 
 
 def environment(gigabytes: int) -> dict[str, str]:
     libraries, (mebibytes, capability) = str(FOLDER / "lib"), CARDS[gigabytes]
-    return {
-        **os.environ,
-        "LD_LIBRARY_PATH": libraries,
-        "TRITON_LIBCUDA_PATH": libraries,
-        "TRITON_CACHE_DIR": str(FOLDER / "triton"),
-        "TRITON_DEFAULT_FP_FUSION": "1",
-        "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(map(str, (libraries, *TREES))),
-        "STAND_IN_MB": str(mebibytes),
-        "STAND_IN_CAPABILITY": capability,
-    }
+    card = {"STAND_IN_MB": str(mebibytes), "STAND_IN_CAPABILITY": capability}
+    paths = {"LD_LIBRARY_PATH": libraries, "TRITON_LIBCUDA_PATH": libraries}
+    paths |= {"TRITON_CACHE_DIR": str(FOLDER / "triton"), "TRITON_DEFAULT_FP_FUSION": "1"}
+    paths["PYTHONPATH"] = os.pathsep.join(map(str, (libraries, *TREES)))
+    return {**os.environ, **card, **paths, "JAX_PLATFORMS": "cpu"}
 
 
 def started(case: dict[str, Any], gigabytes: int, **more: str) -> subprocess.Popen[str]:
-    command = [FOLDER / "venv/bin/python", Path(__file__).with_name("run_case.py")]
-    words, pipes = [*map(str, command), json.dumps(case)], {"stdout": -1, "stderr": -1}
-    return subprocess.Popen(words, env=environment(gigabytes) | more, text=True, **pipes)
+    command = [PYTHON, str(Path(__file__).with_name("run_case.py")), json.dumps(case)]
+    env = environment(gigabytes) | more
+    return subprocess.Popen(command, env=env, text=True, stdout=-1, stderr=-1)
 
 
 def ended(process: subprocess.Popen[str]) -> dict[str, Any]:
@@ -179,9 +174,8 @@ except torch.OutOfMemoryError:
 
 def test_a_limit_holds_for_what_pytorch_keeps_and_is_lifted():
     """Without it an H200 whose user allowed 12 GB had 14.1 GB taken."""
-    command = [str(FOLDER / "venv/bin/python"), "-c", LIMITED]
-    more = {"PYTHONPATH": f"{Path(__file__).parent}{os.pathsep}{environment(141)['PYTHONPATH']}"}
-    found = subprocess.run(command, env=environment(141) | more, capture_output=True, text=True)
+    command = [PYTHON, "-c", LIMITED]
+    found = subprocess.run(command, env=environment(141), capture_output=True, text=True)
     assert found.stdout == "done\n", found.stderr[-2000:]
 
 

@@ -1,9 +1,7 @@
 """One program for some numbers of a row: stored bytes are read, decoded in registers, and rounded
 once as they are written. Types of GGUF that a stack mixes take a launch each, in which rows of the
-other types end at once.
-
-It moves the minimum, what is stored and the matrix; plain ops write and read float32 in between.
-e4m3 numbers are decoded as whole numbers: cards before capability 8.9 have no e4m3.
+other types end at once. e4m3 numbers are decoded as whole numbers: cards before capability 8.9 have
+no e4m3.
 """
 
 from __future__ import annotations
