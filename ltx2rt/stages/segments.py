@@ -20,7 +20,6 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.media.mp4 import EXACT, EXACT_CODES, write_mp4
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.splice import join_sound, stacked
-from ltx2rt.media.video import VideoInfo
 from ltx2rt.models import vocoder
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.session import Call, Session
@@ -64,14 +63,6 @@ class SegmentFile(WholeClip):
     start: int = 0
     first: int = 0
     origin: int = 0
-
-    @classmethod
-    def of(
-        cls, path: Path, num_frames: int, fps: Fraction, has_sound: bool, start: int, origin: int,
-        wide: bool = False,
-    ) -> SegmentFile:  # fmt: skip
-        info = VideoInfo(0, 0, num_frames, fps, 0, has_sound, (Fraction(0),))
-        return cls(path, info, "a segment", start, origin=origin, wide=wide)
 
     @property
     def num_frames(self) -> int:
@@ -222,12 +213,6 @@ class PartOfSound(SourceSound):
 
     longer: SourceSound = field(kw_only=True)
     since_s: Fraction = field(kw_only=True)
-
-    @classmethod
-    def of(cls, stage: SourceSound, longer: SourceSound, start_s: Fraction) -> PartOfSound:
-        """The stage of a segment that begins at that time of the clip."""
-        how = {"sound": stage.sound, "longer": longer, "since_s": start_s}
-        return cls(stage.path, stage.geometry, **how)
 
     @property
     def read(self) -> tuple[np.ndarray, int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from operator import index
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.media.splice import Seam
+from ltx2rt.media.video import VideoInfo
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
@@ -167,8 +169,9 @@ class Segments(Group):
         for number, span in enumerate(self.spans(request), 1):
             start, origin = span.start, span.start if number in self.cut else origin
             path = folder / f"{number - 1:04d}.mov"
-            more = request.heard, start, origin, bool(request.high_range)
-            found.append(SegmentFile.of(path, len(span), request.fps, *more))
+            info = VideoInfo(0, 0, len(span), request.fps, 0, request.heard, (Fraction(0),))
+            own = {"origin": origin, "wide": bool(request.high_range)}
+            found.append(SegmentFile(path, info, "a segment", start, **own))
         return found
 
     def made(self, request: Any) -> tuple[str, ...]:
@@ -294,7 +297,13 @@ class Segments(Group):
             if self.parts_folder and part.path.exists():
                 continue
             made = [
-                PartOfSound.of(stage, sound, part.start / request.fps)
+                PartOfSound(
+                    stage.path,
+                    stage.geometry,
+                    sound=stage.sound,
+                    longer=sound,
+                    since_s=part.start / request.fps,
+                )
                 if sound and isinstance(stage, SourceSound)
                 else stage
                 for stage in self.request_of(i, request).stages(model, options, loras)
