@@ -9,7 +9,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from ltx2rt.backend import get_backend
-from ltx2rt.graph import trace
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.ranks import start as launcher
 from ltx2rt.session.call import Call
@@ -134,12 +133,3 @@ def test_more_ranks_than_can_work_here_are_not_started(flags, command, monkeypat
     status, _, error = command(*flags(*more))
     assert status == 2 and error.count("\n") == 1
     assert "processes are asked for, this host has devices for" in error
-
-
-def test_on_one_device_every_rank_is_this_process():
-    backend = get_backend("cuda", "cpu")
-    assert backend.is_main and backend.num_processes == 1
-    graph = trace("double", lambda o: {"y": o.affine(o.input("x", B=1), scale=2.0)}, "float32")
-    program = backend.lower(graph)
-    calls = [(program, {}, {"x": np.array([i], np.float32)}) for i in range(3)]
-    assert [float(backend.to_host(y)[0]) for y in backend.each(calls, "y")] == [0, 2, 4]

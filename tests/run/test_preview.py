@@ -55,9 +55,9 @@ def test_a_sprite_sheet_has_frames_from_the_first_to_the_last(tmp_path, num_fram
     grey = np.linspace(-1, 1, num_frames, dtype=np.float32)[None, :, None, None]
     frames = np.broadcast_to(grey, (3, num_frames, 64, 96))
     write_mp4(tmp_path / "clip.mp4", iter([frames]), num_frames=num_frames, fps=Fraction(24))
-    with Image.open(io.BytesIO(sprite_sheet(tmp_path / "clip.mp4"))) as sheet:
-        assert sheet.size == (4 * 192, 4 * 128)
-        means = np.asarray(sheet.convert("L"), np.float32).reshape(4, 128, 4, 192).mean((1, 3))
+    sheet = Image.open(io.BytesIO(sprite_sheet(tmp_path / "clip.mp4")))
+    assert sheet.size == (4 * 192, 4 * 128)
+    means = np.asarray(sheet.convert("L"), np.float32).reshape(4, 128, 4, 192).mean((1, 3))
     assert means.min() < 4 and means.max() > 251 and (np.diff(means.ravel()) > -2).all()
 
 
