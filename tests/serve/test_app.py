@@ -9,11 +9,9 @@ import json
 import os
 import random
 import socket
-import struct
 import sys
 import time
 import warnings
-import zlib
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import fields
@@ -290,15 +288,6 @@ def test_a_clip_is_kept_for_its_time_unless_it_is_pinned(start):
     wait_for(lambda: server.content(pinned).status_code == 410)
 
 
-def test_a_picture_too_large_to_decode_is_refused_by_its_header(server):
-    for side in (50_000, 8_000):
-        head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
-        bomb = png()[:12] + head + struct.pack(">I", zlib.crc32(head)) + png()[33:]
-        parts = form({"prompt": "1:0"}, first_frame=("x.png", bomb))
-        found = error_of(server.http.post("/v1/videos", files=parts), 400)
-        assert found["code"] == "bad_image" and "pixel" in found["message"]
-
-
 def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
     """By a part of the form or a data URL; what is kept is named by its digest when the settings
     are sent again."""
@@ -325,9 +314,6 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
 
 @pytest.mark.parametrize("field, data, code, words", [
     ("images", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "bad_image", "PNG, JPEG, WEBP"),
-    ("images", png()[:60], "bad_image", ""),
-    ("images", b"\x89PNG\r\n\x1a\n" + b"\0" * 50, "bad_image", ""),
-    ("images", b"RIFF....WAVE", "bad_image", ""),
     ("images", b"", "bad_image", "PNG, JPEG, WEBP"),
     ("audio_path", b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "bad_sound", ""),
     ("audio_path", b"ID3\x04\x00\x00\x00\x00\x00\x00#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1/\n", "bad_sound", ""),
