@@ -60,8 +60,7 @@ def relative_l2(a: Any, b: Any) -> float:
 
 
 def random_params(graph: Graph, seed: int = 0) -> dict[str, np.ndarray]:
-    """Well-scaled random float32 parameters: matrices N(0, 1/fan_in), vectors near 1 ("norm") or
-    N(0, 0.1^2)."""
+    """Random float32 parameters: matrices N(0, 1/fan_in), vectors near 1 ("norm") or N(0, 0.1^2)."""
     rng = np.random.default_rng(seed)
     params = {}
     for name, spec in sorted(graph.parameters().items()):

@@ -319,9 +319,8 @@ def file_weight(
     shape: tuple[int, ...], dtype: torch.dtype, arrays: Sequence[Any]
 ) -> FileWeight | None:
     """The weight of these arrays in order; None unless all are views of files in its dtype."""
-    if not all(isinstance(x, np.ndarray) and to_torch(x).dtype == dtype for x in arrays):
-        return None
-    parts = [(*where, x.nbytes) for x in arrays if (where := in_file(x))]
+    views = [x for x in arrays if isinstance(x, np.ndarray) and to_torch(x).dtype == dtype]
+    parts = [(*where, x.nbytes) for x in views if (where := in_file(x))]
     if len(parts) < len(arrays):
         return None
     for file, begin, size in parts:

@@ -24,11 +24,9 @@ def holds(theirs: WeightsKey, ours: WeightsKey) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """network: of the catalog; sizes: what its graph is traced from. times: how often a stage (of a
-    stage with steps: each of them) runs it. steps: of a denoise loop, None for a network that runs
-    once. each: devices share out such calls. room: steps that its loop is made for, where it
-    shares the program of a longer one.
-    """
+    """network: of the catalog; sizes: what its graph is traced from. times: how often a stage, or
+    each of its steps, runs it. steps: of a denoise loop, None for a network that runs once. each:
+    devices share out such calls. room: steps of a longer loop with which it shares a program."""
 
     network: str
     sizes: Any

@@ -15,6 +15,7 @@ from ltx2rt_cuda.host import FileWeight, SpillFile
 from ltx2rt_cuda.stream import BUFFER_BYTES
 
 from ltx2rt.backend import get_backend
+from ltx2rt.graph import trace
 from ltx2rt.placement import stream
 from ltx2rt.testing import random_params
 from ltx2rt.weights.files import TensorFile, write_arrays
@@ -116,36 +117,15 @@ def test_a_disk_without_room_is_refused(tmp_path, monkeypatch):
 
 
 LAYERS, WIDTH = 24, 4096
-MEMORY = """
-import resource, sys
-import numpy as np
-from tests.backends.test_roads import LAYERS, WIDTH, stack
-from ltx2rt.backend import get_backend
-from ltx2rt.placement import stream
-from ltx2rt.weights.files import TensorFile
-
-def status(name):
-    with open("/proc/self/status") as file:
-        return next(int(x.split()[1]) * 1024 for x in file if x.startswith(name))
-
-path, road, more = sys.argv[1], sys.argv[2], int(sys.argv[3])
-graph, backend = stack(), get_backend("cuda", "cpu")
-program = backend.lower(graph)
-x = {"x": np.ones((1, WIDTH), np.float32)}
-resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + more,) * 2)
-before = status("VmHWM")
-weights = backend.load(
-    [graph], TensorFile(path), streamed=frozenset(stream.pieces(graph)), road=road
-)
-for _ in range(2):
-    made = program(weights, x)["y"].float()
-print(weights.ring.copied_bytes, status("VmHWM") - before, made.sum().item())
-"""
 
 
-def stack():
-    """LAYERS matrices of WIDTH x WIDTH, one behind the other."""
-    from ltx2rt.graph import trace
+def main(path: str, road: str, more: str) -> None:
+    """Run LAYERS matrices of WIDTH x WIDTH twice, one behind the other, in a process that may take
+    so many bytes more than it has."""
+
+    def status(name):
+        with open("/proc/self/status") as file:
+            return next(int(x.split()[1]) * 1024 for x in file if x.startswith(name))
 
     def model(o):
         def block(o, carry, invariant, data):
@@ -154,14 +134,20 @@ def stack():
         x = o.input("x", B=1, D=WIDTH)
         return {"y": o.repeat(block, LAYERS, {"x": x}, prefix="blocks.*.")[0]["x"]}
 
-    return trace("stack", model, "bfloat16")
+    graph, backend = trace("stack", model, "bfloat16"), get_backend("cuda", "cpu")
+    program, x = backend.lower(graph), {"x": np.ones((1, WIDTH), np.float32)}
+    resource.setrlimit(resource.RLIMIT_DATA, (status("VmData") + int(more),) * 2)
+    before, pieces = status("VmHWM"), frozenset(stream.pieces(graph))
+    weights = backend.load([graph], TensorFile(path), streamed=pieces, road=road)
+    for _ in range(2):
+        made = program(weights, x)["y"].float()
+    print(weights.ring.copied_bytes, status("VmHWM") - before, made.sum().item())
 
 
-def in_limit(path: Path, road: str, more: int) -> subprocess.CompletedProcess[str]:
-    """The stack runs twice in a process that may take so many bytes more than it has."""
-    command = [sys.executable, "-c", MEMORY, path, road, more]
+def in_limit(*words: object) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    return subprocess.run([*map(str, command)], env=environment, text=True, capture_output=True)
+    command = [sys.executable, __file__, *map(str, words)]
+    return subprocess.run(command, env=environment, text=True, capture_output=True)
 
 
 @pytest.mark.long
@@ -180,3 +166,7 @@ def test_weights_larger_than_the_memory_come_from_the_file(tmp_path):
     assert copied == (2 * LAYERS + 1) * layer and grown < room and made
     refused = in_limit(path, "staged", room)
     assert refused.returncode and "can't allocate memory" in refused.stderr
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
