@@ -293,9 +293,8 @@ def test_gradients_reach_chosen_parameters_and_inputs():
         module = nnx.merge(definition, trained, rest)
         return module(**one.inputs | {"video_latent": latent})["audio_velocity"].sum()
 
-    gradients, theirs = jax.grad(value, argnums=(0, 1))(
-        trained, jnp.asarray(one.inputs["video_latent"])
-    )
+    given = jnp.asarray(one.inputs["video_latent"])
+    gradients, theirs = jax.grad(value, argnums=(0, 1))(trained, given)
     assert relative_l2(theirs, ours) <= CLOSE
     ((path, gradient),) = nnx.to_flat_state(gradients)
     assert path == ("weights", chosen) and gradient.get_value().any()
@@ -305,9 +304,8 @@ def test_gradients_reach_chosen_parameters_and_inputs():
 def test_bad_inputs_and_weights_are_refused_by_name(make):
     one = network("video-decoder")
     module = make(one.graph, ArraySource(one.params))
-    with pytest.raises(
-        ValueError, match=r"inputs \['latent'\] are missing, \['latents'\] are unknown"
-    ):
+    said = r"inputs \['latent'\] are missing, \['latents'\] are unknown"
+    with pytest.raises(ValueError, match=said):
         module(latents=one.inputs["latent"])
     with pytest.raises(ValueError, match=r"input latent has shape \(2, 2\), expected f32"):
         module(latent=np.ones((2, 2), np.float32))

@@ -148,13 +148,11 @@ def ahead():
     """A backend, a loop with its weights, and an assembled and a plain program of no weights, each
     with its inputs."""
     backend, loop, weights = fresh("tpu")
+    assembled = functools.partial(Assembled, place=backend.place)
     calls = {
         "loop": (loop, lambda: denoise((backend, loop, weights), SIGMAS, **job(4))),
         "plain": (program := backend.lower(double()), lambda: program({}, one_number(1))),
-        "assembled": (
-            parts := Assembled(double(), backend.place),
-            lambda: parts({}, one_number(1)),
-        ),
+        "assembled": (parts := assembled(double()), lambda: parts({}, one_number(1))),
     }
     yield backend, calls
     backend.compilers.shutdown()
@@ -240,9 +238,7 @@ KNOWN = {LEVEL: 1, "xla_llvm_disable_expensive_passes": True}  # to every XLA
     (KNOWN, "--xla_backend_optimization_level=0", {"xla_llvm_disable_expensive_passes": True}),
     (KNOWN | {"xla_cpu_of_another_version": True}, "", KNOWN),
 ])  # fmt: skip
-def test_programs_on_a_cpu_take_options_that_are_known_and_not_given(
-    monkeypatch, known, flags, left
-):
+def test_a_cpu_takes_options_that_are_known_and_not_given(monkeypatch, known, flags, left):
     program = ltx2rt_tpu.program
     monkeypatch.setenv("XLA_FLAGS", flags)
     monkeypatch.setattr(program, "ON_CPU", known)
@@ -284,10 +280,9 @@ def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
     backend, loop, weights = shared(name)
     source = ArraySource(random_params(loop.graph, seed=1))
     first, second = job(14), job(15, GUIDANCE * np.float32(1.3))
-    runs = [
-        run((backend, loop, weights), SIGMAS, **first),
-        run((backend, loop, backend.load([loop.graph], source)), SIGMAS[1:], **second),
-    ]
+    other = backend.load([loop.graph], source)
+    runs = [run((backend, loop, weights), SIGMAS, **first)]
+    runs.append(run((backend, loop, other), SIGMAS[1:], **second))
     together = [[], []]
     for pair in zip_longest(*runs):
         for outputs, found in zip(pair, together, strict=True):
@@ -299,11 +294,10 @@ def test_two_jobs_in_one_process_equal_each_alone_bitwise(name):
     assert_bitwise(together[1], denoise((own, alone, weights), SIGMAS[1:], **second))
 
 
-@pytest.mark.parametrize(
-    "platform,kind", [("tpu", "TPU v6 lite"), ("tpu", "TPU7x"), ("cpu", "cpu")]
-)
-def test_a_tpu_runs_its_own_form_of_an_op(platform, kind):
+@pytest.mark.parametrize("kind", ["TPU v6 lite", "TPU7x", "cpu"])
+def test_a_tpu_runs_its_own_form_of_an_op(kind):
     """In every kind of program; decided by the devices for which it is lowered."""
+    platform = kind[:3].lower()
     place = SimpleNamespace(device_set=[SimpleNamespace(platform=platform, device_kind=kind)])
     graph = loop_graph()
     programs = [ltx2rt_tpu.program.Loop(graph, place, False)]
@@ -398,15 +392,15 @@ def test_only_whole_stacked_matrices_of_a_v7x_lie_in_other_tiles():
     matrix, table = (Type(("out", "in"), (n, 256), "bfloat16") for n in (64, 6))
     norm = Type(("in",), (64,), "bfloat16")
     assert weight_layout("blocks.*.to_q.weight", matrix, P(), "TPU7x").tiling == ((16, 128), (2, 1))
-    for name, type, spec, kind in (
-        ("blocks.*.to_q.weight", matrix, P(), "TPU v6 lite"),
-        ("blocks.*.to_q.weight", matrix, P(None, "tensor"), "TPU7x"),
-        ("proj_in.weight", matrix, P(), "TPU7x"),
-        ("blocks.*.scale_shift_table", table, P(), "TPU7x"),
-        ("blocks.*.norm.weight", norm, P(), "TPU7x"),
-        ("blocks.*.to_q.weight", replace(matrix, dtype="float32"), P(), "TPU7x"),
+    assert weight_layout("blocks.*.to_q.weight", matrix, P(), "TPU v6 lite") is None
+    for name, type, spec in (
+        ("blocks.*.to_q.weight", matrix, P(None, "tensor")),
+        ("proj_in.weight", matrix, P()),
+        ("blocks.*.scale_shift_table", table, P()),
+        ("blocks.*.norm.weight", norm, P()),
+        ("blocks.*.to_q.weight", replace(matrix, dtype="float32"), P()),
     ):
-        assert weight_layout(name, type, spec, kind) is None
+        assert weight_layout(name, type, spec, "TPU7x") is None
 
 
 @pytest.mark.long

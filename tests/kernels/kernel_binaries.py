@@ -77,10 +77,8 @@ class Recorder:
                 signature[name] = "fp32"
         source = ASTSource(self.kernel, signature, fixed, attrs)
         asm = triton.compile(source, target=TARGET, options={"num_warps": num_warps}).asm
-        loads = {
-            name: len(re.findall(rf"ld\.global[.\w]*{end}", asm["ptx"]))
-            for name, end in LOADS.items()
-        }
+        patterns = {name: rf"ld\.global[.\w]*{end}" for name, end in LOADS.items()}
+        loads = {name: len(re.findall(x, asm["ptx"])) for name, x in patterns.items()}
         Recorder.found = resources(asm["cubin"]) | loads
 
 
@@ -136,10 +134,9 @@ def of_heads() -> Iterator[Launch]:
         x = meta(4, TOKENS, joined_rows(3 * width + heads))[..., :width]
         x = x.unflatten(2, (heads, dim))
         table, others = (meta(TOKENS, heads, dim // 2, dtype=F32) for _ in range(2))
-        one, both = (
-            {"weight_views": (None,) * n, "table_views": ((1, *table.shape),) * n} | EPS
-            for n in (1, 2)
-        )
+        views = (1, *table.shape)
+        one, both = ({"weight_views": (None,) * n, "table_views": (views,) * n} for n in (1, 2))
+        one, both = one | EPS, both | EPS
         weight, total = meta(width), meta(4, TOKENS, dtype=F32)
         q, given = (x, weight, table, table), (x, total, weight, table, table)
         yield f"qk_norm_rope {name}", rope, q, one
@@ -183,10 +180,8 @@ def of_others() -> Iterator[Launch]:
         stored = [meta(16384, f.columns(4096), dtype=getattr(torch, f.dtype)) for f in fields]
         plan = {"encoding": encoding, "dtype": "bfloat16"}
         yield f"unpack {encoding}", unpack.unpack, (*stored,), plan
-    for sizes, width, window in (
-        ((121, 128, 192), 256, (11, 11, 11)),
-        ((18, 16, 24), 2048, (3, 7, 7)),
-    ):
+    large, small = ((121, 128, 192), 256, (11, 11, 11)), ((18, 16, 24), 2048, (3, 7, 7))
+    for sizes, width, window in (large, small):
         packed = meta(1, *sizes, 3 * width).unflatten(4, (3, width // 64, 64))
         q = meta(*packed.shape[:4], *packed.shape[5:])
         operands = q, *(packed[:, :, :, :, i] for i in (1, 2))

@@ -73,13 +73,11 @@ def transposed(
 
 def attention(q: torch.Tensor, *rest: Any, **settings: Any) -> tuple[Any, ...]:
     found = ATEN._scaled_dot_product_cudnn_attention(_meta(q), *map(_meta, rest), **settings)
-    how = {"device": q.device}
-    return tuple(
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, **how)
-        if isinstance(x, torch.Tensor)
-        else x
-        for x in found
-    )
+
+    def here(x: Any) -> Any:
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=q.device)
+
+    return tuple(here(x) if isinstance(x, torch.Tensor) else x for x in found)
 
 
 library.impl("cudnn_convolution", convolution, "CUDA")

@@ -23,10 +23,9 @@ from PIL import Image
 FOLDER = Path(os.environ.get("LTX2RT_STAND_IN", Path(__file__).parents[2] / ".venv/stand-in"))
 REPOSITORY = Path(__file__).resolve().parents[2]
 TREES = (REPOSITORY, REPOSITORY / "backends", REPOSITORY / "kernels", Path(__file__).parent)
-pytestmark = pytest.mark.skipif(
-    not (FOLDER / ".installed").exists(),
-    reason=f"no CUDA build of PyTorch in {FOLDER}: python tests/stand_in/install.py installs it",
-)
+HERE = (FOLDER / ".installed").exists()
+WHY = f"no CUDA build of PyTorch in {FOLDER}: python tests/stand_in/install.py installs it"
+pytestmark = pytest.mark.skipif(not HERE, reason=WHY)
 slow = pytest.mark.slow
 # Memory in MiB and compute capability by the gigabytes under which a card is sold: RTX 3060, 4080,
 # 4090 and 5090, L40S, H100 and H200, as nvidia-smi names them.
