@@ -194,16 +194,10 @@ def _checkpoint(
         if "video_vae" in places:
             sources[name] = source.joined(places["video_vae"].source, PARTS[name].borrowed)
         refuse_encoded(source)
-    return Checkpoint(
-        path,
-        layout,
-        config,
-        sources,
-        find_tokenizer(sources["gemma"].where if "gemma" in sources else None, near.tokenizer),
-        tuple(near.files["lora"]),
-        tuple(near.unreadable),
-        tuple(near.tokenizer),
-    )
+    gemma = sources["gemma"].where if "gemma" in sources else None
+    tokenizer = find_tokenizer(gemma, near.tokenizer)
+    loras, others, unread = tuple(near.files["lora"]), tuple(near.tokenizer), tuple(near.unreadable)
+    return Checkpoint(path, layout, config, sources, tokenizer, loras, unread, others)
 
 
 def open_parts(model: str | Path, names: Sequence[str], **files: str | Path | None) -> Checkpoint:
@@ -265,9 +259,8 @@ def _config(
 ) -> ModelConfig:
     names = {field.name for field in fields(ModelConfig)}
     core: dict[str, Any] = {"gemma": None, "upsampler": None, "version": version_of(main)}
-    core["video_vae_version"] = version_of(
-        places["video_vae"].file if "video_vae" in places else None
-    )
+    vae = places.get("video_vae")
+    core["video_vae_version"] = version_of(vae.file if vae else None)
     core |= {name: config for name, config in read.items() if name in names}
     parts = {name: config for name, config in read.items() if name not in names}
     return ModelConfig(parts=parts, **core)

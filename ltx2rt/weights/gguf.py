@@ -309,12 +309,9 @@ class HeaderReader:
                 raise self.damaged(f"tensor {name} is of {list(info.shape)}, was {shape!r:.80}")
             tensors[name] = replace(info, shape=shape), start + offset
         self.check_places(tensors)
-        metadata = {
-            key: value if isinstance(value, str) else json.dumps(value)
-            for key, value in values.items()
-            if value != ()
-        }
-        return metadata, tensors
+        short = {key: value for key, value in values.items() if value != ()}
+        texts = {k: v if isinstance(v, str) else json.dumps(v) for k, v in short.items()}
+        return texts, tensors
 
     def name(self, what: str) -> str:
         name = self.text()
@@ -359,8 +356,8 @@ class HeaderReader:
         """Name, type and shape, and the offset in the data."""
         name, num_dims = self.name("tensor"), self.number("<I")
         if num_dims > MAX_DIMS:
-            expected = f"expected at most {MAX_DIMS}"
-            raise self.damaged(f"tensor {name} has {num_dims} dimensions, {expected}")
+            said = f"{num_dims} dimensions, expected at most {MAX_DIMS}"
+            raise self.damaged(f"tensor {name} has {said}")
         shape = tuple(reversed([self.number("<Q") for _ in range(num_dims)]))
         code, offset = self.number("<I"), self.number("<Q")
         if code not in PLAIN and code not in BLOCKS:

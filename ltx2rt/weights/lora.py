@@ -330,8 +330,8 @@ class MergedSource:
         self._merge = merge
         files = [lora.path.resolve() for lora in loras]
         if twice := [str(lora.path) for lora in loras if files.count(lora.path.resolve()) > 1]:
-            said = f"the same LoRA twice ({' and '.join(twice)})"
-            raise InputError(f"{twice[-1]}: {said}; give it once, with its strength")
+            said = f"the same LoRA twice ({' and '.join(twice)}); give it once, with its strength"
+            raise InputError(f"{twice[-1]}: {said}")
         self._changes: dict[str, list[tuple[Lora, Change]]] = {}
         self.fitting: list[set[str]] = []  # tensors, of each LoRA
         self.merges = [self._match(lora, allow_partial) for lora in loras]

@@ -99,8 +99,9 @@ def official_metadata(file: TensorFile | TensorFolder) -> Keys:
         advice = "pass the original file, not a re-saved one"
         raise InputError(f"{file.path}: its metadata has no `config`; {advice}")
     found = parse_json(file.metadata["config"], f"{file.path}: config")
-    stated = {name: section for name, section in found.data.items() if section is not None}
-    return Keys(stated, found.where)
+    return Keys(
+        {k: section for k, section in found.data.items() if section is not None}, found.where
+    )
 
 
 def open_either(part: Part, path: Path) -> Place:

@@ -119,15 +119,13 @@ def open_gemma(path: Path) -> tuple[GemmaConfig | Gemma4Config, RenamedSource]:
     if tensors.architecture == GEMMA_GGUF:
         centered = CenteredNorms({name: (tensors, name) for name in tensors.names()})
         return config, renamed(centered, path, llama_cpp_to_canonical)
-    is_plain = path.is_file() and plain_gemma3(tensors)
+    # Not read are assets, and in ComfyUI's files the image tower.
+    only = GEMMA if path.is_file() and plain_gemma3(tensors) else ""
+    assets = (TEXT_PROJECTION, *ASSETS) if path.is_file() else ()
 
     def canonical(name: str) -> str | None:
-        """None for what is not read: assets, and in ComfyUI's files the image tower."""
         ours = gemma_to_canonical(name)
-        if is_plain:
-            return ours if ours.startswith(GEMMA) else None
-        beside = path.is_file() and name.startswith((TEXT_PROJECTION, *ASSETS))
-        return None if beside else ours
+        return ours if ours.startswith(only) and not name.startswith(assets) else None
 
     return config, renamed(tensors, path, canonical)
 

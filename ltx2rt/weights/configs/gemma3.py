@@ -154,9 +154,8 @@ def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Key
 
     def need(key: str, *others: str, default: Any = MISSING) -> Any:
         key = next((each for each in (key, *others) if each in keys), key)
-        if key not in keys and default is not MISSING:
-            return default
-        return number(keys.need(key), key)
+        absent = key not in keys and default is not MISSING
+        return default if absent else number(keys.need(key), key)
 
     def number(text: str, key: str) -> Any:
         try:
