@@ -78,8 +78,8 @@ def test_what_the_command_line_refuses_is_refused_in_the_same_words(
 ):
     flags = ["generate", "--backend", "cuda", "--device", "cpu", "--model", model, "--prompt", "x"]
     for keyword, flag, value in (
-        ("width", "--width", 101),
-        ("num_frames", "--num-frames", 16),
+        ("width", "--width", 32),
+        ("num_frames", "--num-frames", 0),
         ("stg_blocks", "--stg-blocks", "77"),
         ("image", "--image", "gone.png:0"),
         ("fps", "--fps", "fast"),
