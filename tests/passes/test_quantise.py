@@ -233,16 +233,14 @@ def test_weights_cut_along_their_rows_for_storage_are_refused():
         placement.local(forward("bfloat16")[0], "transformer")
 
 
-def test_quantised_graph_is_no_module_to_train():
-    said = "its weights are kept in 8 bits or less; pass the graph before quantisation"
-    with pytest.raises(GraphError, match=said):
-        as_module(quantise(stack()))
-
-
-def test_products_in_8_bits_have_no_gradient():
-    differentiable(stack())
-    with pytest.raises(GraphError, match="multiplies in 8 bits, which has no gradient"):
-        differentiable(quantise(stack()))
+@pytest.mark.parametrize("use, message", [
+    (as_module, "its weights are kept in 8 bits or less; pass the graph before quantisation"),
+    (differentiable, "multiplies in 8 bits, which has no gradient"),
+])  # fmt: skip
+def test_quantised_graph_has_no_gradient(use, message):
+    use(stack())
+    with pytest.raises(GraphError, match=message):
+        use(quantise(stack()))
 
 
 def test_costs_are_read_off_the_graph():

@@ -217,24 +217,18 @@ def test_traffic_of_an_unplaced_graph_is_none():
     assert traffic(graph(plan(devices=1), "guided-step")) == {}
 
 
-@pytest.mark.parametrize(
-    "settings,words",
-    [
-        ({"kind": "abacus"}, ["abacus", *device_kinds()]),
-        ({"devices": 0}, ["--devices"]),
-        ({"devices": 3}, ["heads=4", "tensor=3"]),
-        ({"mesh": {"tensor": 4}}, ["--mesh", "4", "2"]),
-        ({"devices": 3, "mesh": {"guidance": 3}}, ["4 branches do not divide over guidance=3"]),
-        (
-            {"mesh": {"sequence": 2}, "profile": "ironwood-1d"},
-            ["ironwood-1d", "sequence=2", "tensor"],
-        ),
-        ({"devices": 5, "kind": "v6e"}, ["trillium", "tensor=2", "5 devices", "--mesh"]),
-        ({"devices": 5, "mesh": {"fsdp": 5}}, ["D=128", "fsdp=5"]),
-        ({"profile": "kitchen"}, ["kitchen", "hopper"]),
-        ({"width": 0}, ["--width"]),
-    ],
-)
+@pytest.mark.parametrize("settings,words", [
+    ({"kind": "abacus"}, ["abacus", *device_kinds()]),
+    ({"devices": 0}, ["--devices"]),
+    ({"devices": 3}, ["heads=4", "tensor=3"]),
+    ({"mesh": {"tensor": 4}}, ["--mesh", "4", "2"]),
+    ({"devices": 3, "mesh": {"guidance": 3}}, ["4 branches do not divide over guidance=3"]),
+    ({"mesh": {"sequence": 2}, "profile": "ironwood-1d"}, ["ironwood-1d", "sequence=2", "tensor"]),
+    ({"devices": 5, "kind": "v6e"}, ["trillium", "tensor=2", "5 devices", "--mesh"]),
+    ({"devices": 5, "mesh": {"fsdp": 5}}, ["D=128", "fsdp=5"]),
+    ({"profile": "kitchen"}, ["kitchen", "hopper"]),
+    ({"width": 0}, ["--width"]),
+])  # fmt: skip
 def test_what_no_machine_can_do_is_refused_by_name(settings, words):
     with pytest.raises(InputError) as error:
         plan.__wrapped__(**settings)

@@ -75,16 +75,10 @@ def test_profile_and_mesh_are_of_all_devices():
         resolve("single", "v6e", {}, 8)
 
 
-@pytest.mark.parametrize("name", PROFILES)
-def test_name_decides_over_the_device(name):
-    assert profile_of(name, "cpu", {}) is PROFILES[name]
-    assert PROFILES[name].name == name
-
-
 @pytest.mark.parametrize("name", [name for name in PROFILES if name != "single"])
 def test_profile_splits_the_transformer_and_the_encoder(name):
     for one in (case("guided-2.3"), case("text-2.3")):
-        local = Placement(PROFILES[name], MESH).local(one.graph, one.network)
+        local = one.placed(MESH, name)
         assert any(layout.splits for layout in local.all_layouts().values())
         assert local.mesh == MESH
 
@@ -100,11 +94,7 @@ def whole(graph) -> bool:
 )
 def test_network_that_a_profile_does_not_name_is_replicated(network):
     assert whole(Placement(PROFILES["hopper"], MESH).local(case("text-2.3").graph, network))
-
-
-def test_single_splits_nothing():
-    one = case("guided-2.3")
-    assert whole(Placement(PROFILES["single"], MESH).local(one.graph, one.network))
+    assert whole(case("guided-2.3").placed(MESH, "single"))
 
 
 @pytest.mark.parametrize("kind, name, count, hosts, profile, expected", [

@@ -37,6 +37,11 @@ SLOW = pytest.mark.slow
 
 
 @pytest.fixture
+def model(tiny):
+    return tiny("tiny-2.3", "official")
+
+
+@pytest.fixture
 def small_matrices_move(monkeypatch):
     """Those of the tiny models, whose tables have fewer than 8 KiB."""
     monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
@@ -91,10 +96,10 @@ def test_streamed_is_resident_bit_for_bit(
     "road, dtype", [("file", "bfloat16"), ("file", "float32"), ("staged", "bfloat16")]
 )
 def test_every_road_to_the_device_makes_the_same_clip(
-    tiny, monkeypatch, small_matrices_move, road, dtype
+    model, monkeypatch, small_matrices_move, road, dtype
 ):
     """The second stage has merged weights, which are in no file, and no file holds float32."""
-    model, choose = tiny("tiny-2.3", "official"), Session.choose_road
+    choose = Session.choose_road
     resident, _ = made(model, dtype=dtype)
     streams = {"text-encoder": 99, "transformer": 99}
     forced(monkeypatch, Residence(streams, reload=True), host_memory=0)
@@ -179,10 +184,9 @@ def test_the_road_follows_from_the_hosts_memory():
 
 @pytest.mark.long
 def test_requests_in_a_row_load_what_they_need_and_stay_right(
-    tiny, monkeypatch, small_matrices_move
+    model, monkeypatch, small_matrices_move
 ):
     """The residence changes from request to request, as when another needs more room."""
-    model = tiny("tiny-2.3", "official")
     resident, _ = made(model)
     with opened(model) as session:
         for number in (0, 2, 2, 1, 0):
@@ -196,9 +200,8 @@ def test_requests_in_a_row_load_what_they_need_and_stay_right(
 
 
 @SLOW
-def test_a_text_encoder_goes_by_layers_on_jax(tiny, monkeypatch, small_matrices_move):
+def test_a_text_encoder_goes_by_layers_on_jax(model, monkeypatch, small_matrices_move):
     """Two requests: the second takes its layers from where the first has left them."""
-    model = tiny("tiny-2.3", "official")
     resident, _ = made(model, "distilled", "tpu", distilled_lora="none")
     forced(monkeypatch, Residence({"text-encoder": 99}, reload=True, offload=True))
     with opened(model, backend="tpu", distilled_lora="none") as session:
@@ -213,9 +216,9 @@ def test_a_text_encoder_goes_by_layers_on_jax(tiny, monkeypatch, small_matrices_
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", [-1, *(pytest.param(way, marks=SLOW) for way in (1, 2, 3, 4))])
-def test_every_way_makes_the_same_clip(tiny, monkeypatch, small_matrices_move, way):
+def test_every_way_makes_the_same_clip(model, monkeypatch, small_matrices_move, way):
     """Freed after use, reloaded, with a streamed encoder, one layer, all layers."""
-    model, ways = tiny("tiny-2.3", "official"), Session._ways
+    ways = Session._ways
     resident, _ = made(model)
     monkeypatch.setattr(Session, "_ways", lambda self, stages: [list(ways(self, stages))[way]])
     with opened(model) as session:
@@ -247,8 +250,7 @@ def test_a_late_read_would_show(tiny, monkeypatch, small_matrices_move, preset):
         assert streamed["text-encoder"] > 6
 
 
-def test_bytes_copied_are_those_of_the_plan(tiny, monkeypatch, small_matrices_move):
-    model = tiny("tiny-2.3", "official")
+def test_bytes_copied_are_those_of_the_plan(model, monkeypatch, small_matrices_move):
     forced(monkeypatch, Residence({"transformer": 2}))
     with opened(model, distilled_lora="none") as session:
         resident = session.resident
@@ -269,9 +271,8 @@ def plan_of(session):
     return make_plan(session, make_request("distilled", prompt="a robot dancing", **DISTILLED))
 
 
-def test_the_fastest_way_that_fits_is_taken(tiny, small_matrices_move):
+def test_the_fastest_way_that_fits_is_taken(model, small_matrices_move):
     """By planned bytes: kept, else freed after use, else streamed, else refused."""
-    model = tiny("tiny-2.3", "official")
     with opened(model, distilled_lora="none") as session:
         resident = session.resident
         stages = plan_of(resident).stages
