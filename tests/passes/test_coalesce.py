@@ -75,7 +75,7 @@ def depth(graph: Graph) -> int:
 CHOICES = st.lists(st.tuples(*(st.integers(0, n) for n in (8, 30, 30))), max_size=14)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(CHOICES, st.sampled_from((2, 3)), st.booleans())
 def test_any_graph_keeps_its_values_with_no_more_communications(choices, devices, in_block):
     graph = dag(choices, devices, in_block)

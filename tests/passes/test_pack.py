@@ -99,8 +99,7 @@ def test_split_weights_are_not_joined_to_whole_ones():
     assert "up.weight | b.weight" in linears(pack(graph))
 
 
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize("generation", ("2.0", "2.3"))
+@pytest.mark.parametrize("generation, dtype", [("2.0", "bfloat16"), ("2.3", "float32")])
 def test_lora_merged_into_slices_equals_slices_of_the_merged_whole(tmp_path, generation, dtype):
     """Every piece of a device: packed, row- and column-parallel, cut both ways."""
     one = case(f"guided-{generation}", dtype)

@@ -5,6 +5,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import product
 
 import numpy as np
 import pytest
@@ -47,8 +48,17 @@ def agree(one, mesh, audio="replicated"):
     one.agrees(local, CLOSE)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3", "forward-2.3", MASKED])
+def seldom(name: str, mesh: dict[str, int]):
+    """A case that is long, but on three devices and on all axes at once."""
+    marks = () if mesh in (MESHES[1], MESHES[-1]) else pytest.mark.long
+    return pytest.param(name, mesh, marks=marks)
+
+
+OTHERS = product(["guided-2.0", "forward-2.3", MASKED], MESHES)
+CASES = [*product(["guided-2.3"], MESHES), *(seldom(*one) for one in OTHERS)]
+
+
+@pytest.mark.parametrize("name, mesh", CASES, ids=str)
 def test_split_tokens_give_the_values_of_one_device(name, mesh):
     """Image tokens, STG, isolation, a self-attention mask, unequal positions."""
     agree(case(name), mesh)
@@ -118,7 +128,7 @@ def uneven_step(masked: bool) -> Case:
 @pytest.mark.parametrize("sound, masked", [
     pytest.param("replicated", False, marks=pytest.mark.long),
     ("split", False),
-    ("replicated", True),
+    pytest.param("replicated", True, marks=pytest.mark.long),  # masks alone: the test above
 ])  # fmt: skip
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound, masked):
