@@ -12,6 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 from ltx2rt.stages.segments import SEGMENT
@@ -28,19 +29,18 @@ def log(event: str, **facts: Any) -> None:
         print(json.dumps(line), file=sys.stderr, flush=True)
 
 
+@dataclass(eq=False)
 class Watcher:
     """Events of the jobs that a reader may see since the last look: one kind of event for each, the
     latest. previews: whether he wants pictures of those that run."""
 
-    def __init__(self, wants: Callable[[str, str], bool], previews: bool = False):
-        self.wants = wants
-        self.previews = previews
-        self.news = dict[str, str]()
-        self._some = asyncio.Event()
+    wants: Callable[[str, str], bool]
+    previews: bool = False
+    news: dict[str, str] = field(default_factory=dict)
+    _some: asyncio.Event = field(default_factory=asyncio.Event)
 
     def put(self, id: str, kind: str) -> None:
-        # A segment says all that a step or a stage says, and readers that show segments wait for
-        # it.
+        # a segment says all that a step or a stage says
         if kind not in ("step", "stage") or self.news.get(id) != SEGMENT:
             self.news[id] = kind
         self._some.set()

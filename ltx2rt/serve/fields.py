@@ -75,13 +75,9 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
     """The clip flags that requests may set: those that name no file to keep, and are not marked as
     the command line's own."""
     but = marked("command", type_) | ({} if with_enhancer else flagged(Enhancing))
-    return {
-        name: f
-        for name, f in flagged(type_).items()
-        if name not in but
-        and (how := f.metadata["flag"]).file in (None, "plan")
-        and how.help != SUPPRESS
-    }
+    flags = {name: how for name, how in _flags(type_).items() if how.file in (None, "plan")}
+    own = [name for name, how in flags.items() if name not in but and how.help != SUPPRESS]
+    return {name: flagged(type_)[name] for name in own}
 
 
 def front(type_: type[Request]) -> list[str]:

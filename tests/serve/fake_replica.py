@@ -26,6 +26,10 @@ def made(job: dict, number: int, path: Path) -> None:
         path.with_suffix(".zip").write_text("frames")
 
 
+def thumbnail(path: Path) -> None:
+    path.write_bytes(b"RIFF")
+
+
 def main() -> None:
     jobs, cancelled, watched = SimpleQueue(), set(), set()
 
@@ -90,13 +94,9 @@ def main() -> None:
         else:
             report = {"seed": job["clip"].get("seed"), "programs_built": 0}
             report["stages"] = [{"name": "stage1", "time_s": 0.1}]
-            writes = (
-                partial(made, job),
-                lambda path: path.write_bytes(b"RIFF"),
-                partial(dict, report),
-            )
+            stem, count = Path(job["stem"]), job.get("n", 1)
             try:
-                result = publish(Path(job["stem"]), *writes, job.get("n", 1))
+                result = publish(stem, partial(made, job), thumbnail, partial(dict, report), count)
             except OSError as error:
                 tell("failed", **named, code=STORAGE, message=str(error))
                 continue

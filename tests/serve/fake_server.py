@@ -12,18 +12,17 @@ from pathlib import Path
 from ltx2rt import cli
 from ltx2rt.commands import serve
 
-serve.worker_command = lambda args: [
-    sys.executable,
-    str(Path(__file__).with_name("fake_replica.py")),
-]
+WORKER = [sys.executable, str(Path(__file__).with_name("fake_replica.py"))]
+serve.worker_command = lambda args: WORKER
+
+
+def line_of(name):
+    return f"{name}\n".encode(errors="replace")
+
 
 if told := os.environ.get("FAKE_OPENED"):
     log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    sys.addaudithook(
-        lambda event, args: (
-            event == "open" and os.write(log, f"{args[0]}\n".encode(errors="replace"))
-        )
-    )
+    sys.addaudithook(lambda event, args: event == "open" and os.write(log, line_of(args[0])))
 
 if clock := os.environ.get("FAKE_CLOCK"):
     right = time.time

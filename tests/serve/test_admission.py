@@ -144,12 +144,11 @@ def test_steps_that_are_left_out_or_not_guided(plain):
         assert plain.admit({**given, name: kept, "seed": job["seed"]}).job["clip"] == job
         assert make_request("one-stage", **job).settings()[name] == kept
     refuses(
-        plain,
-        given,
+        plain, given,
         ({"guidance_interval": "1"}, "expected START STOP"),
         ({"guidance_interval": [0, 0.01]}, "holds none of the 30 steps"),
         ({"step_plan": "/etc/passwd"}, "a file cannot be sent"),
-    )
+    )  # fmt: skip
 
 
 def test_prompts_by_time(plain):
@@ -159,13 +158,12 @@ def test_prompts_by_time(plain):
     assert spans == clip["prompt_at"] == ["0.0:0.5=it rains", "50.0%:100.0%=the sun"]
     assert plain.admit({**given, "seed": clip["seed"], "prompt_at": spans}).job["clip"] == clip
     refuses(
-        plain,
-        given,
+        plain, given,
         ({"prompt_at": ["rain"]}, "expected START:END=TEXT"),
         ({"prompt_at": ["0:9=rain"]}, "the clip at 1.375 s"),
         ({"prompt_at": [{"start": 0}]}, "expected a list of"),
         ({"prompt_at": "0:1=a\n1:9=b"}, "the clip at 1.375 s"),
-    )
+    )  # fmt: skip
 
 
 def test_sound_to_follow(plain, filmed):
@@ -182,12 +180,11 @@ def test_sound_to_follow(plain, filmed):
         assert request.files == [plain.inputs / f"{filmed}.media"]
         assert all(getattr(request, key) == value for key, value in more.items())
     refuses(
-        plain,
-        given,
+        plain, given,
         ({"voice": [item]}, "'voice.strength' is no field"),
         ({"voice": [{"file_id": "0" * 64}]}, "names no sound that was sent here"),
         ({"voice_guidance": 2}, "there is no voice to guide by"),
-    )
+    )  # fmt: skip
 
 
 def test_masks_and_borders(plain, filmed):
@@ -201,13 +198,12 @@ def test_masks_and_borders(plain, filmed):
     request = make_request("inpaint", **job["clip"], **as_given(job["files"], plain.inputs))
     assert request.pad == (32, 0, 0, 0) and request.mask == named
     refuses(
-        plain,
-        given,
+        plain, given,
         ({}, "mask: none, and no mask_box or pad"),
         ({"mask": [{"file_id": filmed}]}, "names no mask that was sent here"),
         ({"pad": [32]}, "expected LEFT,TOP,RIGHT,BOTTOM"),
         ({"pad": True}, "expected array"),
-    )
+    )  # fmt: skip
 
 
 def test_inputs_choose_the_pipeline(plain, filmed):
@@ -219,11 +215,10 @@ def test_inputs_choose_the_pipeline(plain, filmed):
         make_request(job["pipeline"], **keywords).check()  # as a worker does
     both = {"extend_frames": 8, "noise_level": 0.5}
     refuses(
-        plain,
-        given,
+        plain, given,
         ({}, "video_path: say what to do with the clip"),
         (both, "noise_level: the extend pipeline does not read it"),
-    )
+    )  # fmt: skip
 
 
 def test_a_mask_is_sent_as_a_picture_or_a_video(film, tmp_path):

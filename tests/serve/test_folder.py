@@ -1,6 +1,7 @@
 """What is kept among the inputs and for how long, and which files are ever removed."""
 
 import errno
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -45,14 +46,13 @@ def test_what_was_sent_and_no_job_reads_goes_after_a_while(folder, monkeypatch):
     assert names(folder.inputs) == {read}
 
 
-def made(folder, stem, count=1):
-    publish(
-        folder.outputs / stem,
-        lambda number, path: path.write_bytes(b"clip"),
-        lambda path: path.write_bytes(b"RIFF"),
-        lambda: {},
-        count,
-    )
+def clip(number, path):
+    path.write_bytes(b"clip")
+
+
+def made(folder, stem, count=1, write=clip, report=dict):
+    picture = partial(clip, 0)
+    return publish(folder.outputs / stem, write, picture, report, count)
 
 
 def test_only_files_that_a_server_made_are_removed(folder):
@@ -67,8 +67,8 @@ def test_only_files_that_a_server_made_are_removed(folder):
     for stem in (f"{kept}.2", f"{kept}.1", f"{gone}.1"):
         made(folder, stem, count=2)
     (folder.outputs / f"{lost}.1.json").write_text("{}")  # it was not made to its end
-    for partial in (f".{kept}.3.partial.mp4", f"..{kept}.3.1.partial.mp4.77.partial"):
-        (folder.outputs / partial).write_bytes(b"half")
+    for half in (f".{kept}.3.partial.mp4", f"..{kept}.3.1.partial.mp4.77.partial"):
+        (folder.outputs / half).write_bytes(b"half")
     (folder.inputs / f".{'a' * 64}.media.01234567").write_bytes(b"half")
     for job in (kept, gone):
         (folder.outputs / f"{job}.segments").mkdir()
@@ -144,9 +144,7 @@ def test_a_run_that_fails_leaves_no_file(folder):
         raise RuntimeError
 
     with pytest.raises(RuntimeError):
-        publish(
-            folder.outputs / "x.1", lambda n, path: path.touch(), lambda path: path.touch(), report
-        )
+        made(folder, "x.1", report=report)
     assert not names(folder.outputs)
 
 
@@ -161,14 +159,12 @@ def test_frames_of_a_clip_come_and_go_with_it(folder):
         if number and full:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    for full in (True, False):
-        how = (lambda path: path.write_bytes(b"RIFF")), (lambda: {}), 2
-        if full:
-            with pytest.raises(OSError, match="No space left"):
-                publish(folder.outputs / job.stem, write, *how)
-            assert not names(folder.outputs)
-        else:
-            assert publish(folder.outputs / job.stem, write, *how)["bytes"] == 4 + 4 + 3
+    full = True
+    with pytest.raises(OSError, match="No space left"):
+        made(folder, job.stem, 2, write)
+    assert not names(folder.outputs)
+    full = False
+    assert made(folder, job.stem, 2, write)["bytes"] == 4 + 4 + 3
     ends = (".mp4", ".zip", ".1.mp4", ".1.zip", ".webp", ".json")
     assert names(folder.outputs) == {job.stem + end for end in ends}
     assert folder.used_bytes() == folder.published(job)["bytes"] + 4 + 2  # thumbnail, report

@@ -28,7 +28,6 @@ def test_a_cluster_without_the_devices_is_named_as_such():
         {"Alive": False, "Resources": {"GPU": 8.0}},
     ]
     assert lacking(nodes, "GPU", 2) is None and lacking(nodes, "TPU", 0) is None
-    assert lacking(nodes, "GPU", 4) == (
-        "no node of the Ray cluster has 4 GPUs, at most 2; waiting for one"
-    )
+    said = "no node of the Ray cluster has 4 GPUs, at most 2; waiting for one"
+    assert lacking(nodes, "GPU", 4) == said
     assert "has 1 TPUs, at most 0" in str(lacking(nodes, "TPU", 1))

@@ -743,11 +743,8 @@ def test_workers_on_a_ray_cluster_are_replaced_and_their_jobs_made(start, tmp_pa
             with contextlib.suppress(psutil.Error):
                 words = " ".join(process.cmdline())
                 own = process.environ().get("FAKE_CLUSTER") == short and alive(process.pid)
-                found += (
-                    [process.pid]
-                    if own and "fake_replica.py" in words and "on_ray" not in words
-                    else []
-                )
+                if own and "fake_replica.py" in words and "on_ray" not in words:
+                    found.append(process.pid)
         return found
 
     end = time.monotonic() + 300

@@ -17,6 +17,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.serve import queue as queue_module
 from ltx2rt.serve import webhooks
 from ltx2rt.serve.board import Board
+from ltx2rt.serve.jobs import NO_JOB
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.queue import Queue
 from ltx2rt.serve.supervisor import QueueThread
@@ -63,9 +64,7 @@ def unwrapped(got):
 
 
 def ended(queue, status="completed", user="ann"):
-    job = queue.add(
-        user, "d", {"prompt": "p"}, {"pipeline": "hq", "clip": {}, "images": [], "loras": []}
-    )
+    job = queue.add(user, "d", {"prompt": "p"}, NO_JOB)
     queue.claim()
     queue.finish(job.id, 1, status, result={"file": "f"})
     return job.id
