@@ -74,7 +74,7 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
         assert len(clip.frames) == 0 and clip.waveform is None
         assert [s["name"] for s in clip.report["stages"]] == ["text", "stage1"]
         with pytest.raises(ltx2rt.InputError, match="an even number"):
-            session.generate("a red fox", pipeline="text-to-latent", width=101)
+            session.generate("a red fox", pipeline="text-to-latent", width=32)
         planned = session.plan("h100-80gb", pipeline="text-to-latent", **size)
         assert [s["name"] for s in planned["stages"]] == ["text", "stage1"]
         assert {key[0] for key in session.resident.weights.held} == {"text-encoder", "transformer"}
