@@ -147,9 +147,6 @@ def collectives():
         yield seen
 
 
-# --- torch ranks ----------------------------------------------------------------------------------
-
-
 def requested_bytes(backend: Any, devices: int, folder: Path) -> dict[str, int]:
     """Bytes that this rank asks of the reader while it loads each case from a file."""
     files = {name: TensorFile(folder / f"params-{name}.safetensors") for name in NAMES}

@@ -1,8 +1,10 @@
 """Gradients and optimiser steps: both backends alike, any mesh as one device, rematerialised as
-kept."""
+kept. Run as a script, on virtual devices, it trains on a mesh."""
 
+import sys
 from functools import cache
 from importlib import import_module
+from math import prod
 from pathlib import Path
 
 import ml_dtypes
@@ -16,14 +18,14 @@ from ltx2rt.backend import MOMENTS, get_backend
 from ltx2rt.graph.encodings import QUANTISED, decoded
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement import stream
+from ltx2rt.session.options import parse_mesh
 from ltx2rt.testing import ArraySource, random_params, relative_l2
-from tests.backends.train_ranks import KEPT, MESHES, label
 from tests.train_cases import OPTIMISER, WEIGHTS, parameters, placed, step, trained, trainer
-from tests.virtual import on_devices
+from tests.virtual import forked, on_devices
 
-HERE = Path(__file__).parent
 CLOSE = 1e-5  # float32, another order of summation
-QUICK = ({"tensor": 2, "sequence": 2},)  # meshes; the others are slow tests
+KEPT = "tensor=2,sequence=2"  # the mesh that keeps its exchanges, too; the others are slow tests
+MESHES = "tensor=2", "sequence=2", "data=2", "fsdp=2", "tensor=3", KEPT, "tensor=2,data=2"
 
 
 def assert_close(found: dict, expected: dict, most: float = CLOSE) -> None:
@@ -153,18 +155,37 @@ def test_a_streamed_base_gives_the_same_bits(encoding, monkeypatch):
         assert [name for name, x in resident.items() if not np.array_equal(other[name], x)] == []
 
 
-def case(mesh: dict[str, int]):
-    marks = pytest.mark.long if mesh in QUICK else pytest.mark.slow
-    return pytest.param(mesh, id=label(mesh), marks=marks)
+def on_mesh(kind: str, mesh: str, folder: Path) -> None:
+    """Write losses, gradients' moments and parameters, on a rank or on JAX's devices."""
+    backend = get_backend(kind, "cpu", parse_mesh(mesh))
+    for remat in ("block", "exchanges") if mesh == KEPT else ("block",):
+        made = trainer(backend, "2.3", backend.mesh, remat)
+        found = trained(made, step("2.3")[1])
+        if kind == "tpu" and mesh == KEPT:
+            text = made.batches[0].lowered().as_text()
+            found["all-reduces"] = np.array(text.count("all_reduce"))
+        if backend.is_main:
+            np.savez(folder / f"{remat}.npz", **found)
+
+
+def main(kind: str, mesh: str, folder: Path) -> None:
+    if kind == "tpu":
+        return on_mesh(kind, mesh, folder)
+    import ltx2rt_cuda.backend  # noqa: F401  once for all ranks
+
+    parameters("2.3")
+    forked(prod(parse_mesh(mesh).values()), lambda rank: on_mesh(kind, mesh, folder))
 
 
 @pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mesh", [case(mesh) for mesh in MESHES])
+@pytest.mark.parametrize("mesh", [
+    pytest.param(mesh, marks=pytest.mark.long if mesh == KEPT else pytest.mark.slow) for mesh in MESHES
+])  # fmt: skip
 def test_a_mesh_is_one_device(kind, mesh, tmp_path):
-    on_devices(4, HERE / "train_ranks.py", kind, tmp_path, MESHES.index(mesh))
-    found = dict(np.load(tmp_path / f"{kind}-{label(mesh)}-block.npz"))
+    on_devices(4, __file__, kind, mesh, tmp_path)
+    found = dict(np.load(tmp_path / "block.npz"))
     if mesh == KEPT:  # XLA fuses another program in another way
-        kept = dict(np.load(tmp_path / f"{kind}-{label(mesh)}-exchanges.npz"))
+        kept = dict(np.load(tmp_path / "exchanges.npz"))
         assert kind == "cuda" or kept.pop("all-reduces") < found.pop("all-reduces")
         assert_close(kept, found, {"cuda": 0, "tpu": CLOSE}[kind])
     assert_close(found, once("cuda", "2.3"))
@@ -195,3 +216,7 @@ def test_optimisers_agree_over_fifty_steps():
         started = once("cuda", "2.3")[name].max()
         # Rounding, through fifty steps of Adam.
         np.testing.assert_allclose(losses[1][name], loss, atol=1e-4 * started)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3], Path(sys.argv[3]))
