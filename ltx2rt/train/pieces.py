@@ -72,8 +72,11 @@ class ClipPiece:
     def streams(self) -> tuple[str, ...]:
         """Parts of the sample, as the manifest lists them."""
         clip, sound = self.clip, self.sound
-        has = {"video": clip.video, "audio": sound, "reference": self.reference, "mask": clip.mask}
-        has |= {n: sound and getattr(clip, n) for n in ("audio_reference", "audio_mask")}
+        has = {
+            "video": clip.video, "audio": sound, "reference": self.reference, "mask": clip.mask,
+            "audio_reference": sound and clip.audio_reference,
+            "audio_mask": sound and clip.audio_mask,
+        }  # fmt: skip
         return tuple(name for name, there in has.items() if there)
 
     def made_from(self) -> list[Any]:

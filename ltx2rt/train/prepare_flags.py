@@ -12,14 +12,14 @@ from ltx2rt.flags import flags_of, parse_seconds
 from ltx2rt.train.data import Bucket, parse_bucket, parse_rate, parse_share
 
 flag = flags_of("training")
-shown = partial(flag, common="training")  # in the short help
+shown_flag = partial(flag, common="training")  # in the short help
 
 
 @dataclass(frozen=True)
 class PrepareRequest:
     """Clips to prepare, and the folder that keeps them."""
 
-    data: Path = shown(
+    data: Path = shown_flag(
         MISSING,
         "folder of clips with NAME.txt beside each, or a CSV, JSON or JSONL table (columns "
         "video, caption, audio, reference_video, video_mask, reference_audio, audio_mask); or "
@@ -30,7 +30,7 @@ class PrepareRequest:
     output: Path = flag(
         MISSING, "folder for the cache", group="output", metavar="CACHE", marks="computed"
     )
-    buckets: tuple[Bucket, ...] = shown(
+    buckets: tuple[Bucket, ...] = shown_flag(
         (),
         "sizes that clips are cut to, in pixels and frames (default: chosen for the clips, of at "
         "most 768x512 pixels and 49 frames)",
@@ -39,19 +39,19 @@ class PrepareRequest:
         repeat=True,
         split=True,
     )
-    fps: Fraction | None = shown(
+    fps: Fraction | None = shown_flag(
         None,
         "frame rate that clips are resampled to by time, or keep (default: keep, each clip's own, "
         "and of a variable one the nearest common rate)",
         parse_rate,
         metavar="keep|N",
     )
-    clips: str = shown("first", "part of a longer clip", choices=("first", "middle", "all"))
+    clips: str = shown_flag("first", "part of a longer clip", choices=("first", "middle", "all"))
     crop: str = flag(
         "centre", "place of the cut; random is by the clip's name", choices=("centre", "random")
     )
     no_upscale: bool = flag(False, "skip clips that are smaller than every bucket")
-    audio: str = shown(
+    audio: str = shown_flag(
         "auto", "sound of the clips; required: of all of them", choices=("auto", "none", "required")
     )
     audio_durations: tuple[float, ...] = flag(
@@ -63,13 +63,13 @@ class PrepareRequest:
         above=0,
         most=60,
     )
-    reference_downscale: int = shown(
+    reference_downscale: int = shown_flag(
         1, "factor by which references are smaller", least=1, most=8, marks="computed plan"
     )
     reference_temporal_scale: int = flag(
         1, "factor by which references have fewer frames", least=1, most=8, marks="computed plan"
     )
-    trigger: str | None = shown(None, "word to put before every caption", metavar="WORD")
+    trigger: str | None = shown_flag(None, "word to put before every caption", metavar="WORD")
     caption_column: str | None = flag(
         None, "column of a table with the captions (default: found)", metavar="NAME"
     )
@@ -79,10 +79,10 @@ class PrepareRequest:
     vae_tiling: str = flag(
         "off", "encode in tiles, which take less memory", choices=("off", "auto"), bare="auto"
     )
-    held_out: float = shown(
+    held_out: float = shown_flag(
         0.05, "share of samples to measure, not to train on", least=0, most=0.5, marks="computed"
     )
-    skip_bad: bool = shown(False, "leave out clips that cannot be used, and list them")
+    skip_bad: bool = shown_flag(False, "leave out clips that cannot be used, and list them")
     verify: int = flag(0, "number of samples to decode into CACHE/verify", least=0)
     share: tuple[int, int] | None = flag(
         None,
@@ -92,7 +92,7 @@ class PrepareRequest:
         metavar="I/N",
     )
     force: bool = flag(False, "encode everything anew", marks="computed")
-    json: bool = shown(False, "print a report as JSON", group="output", marks="computed")
+    json: bool = shown_flag(False, "print a report as JSON", group="output", marks="computed")
 
     def check(self) -> None:
         """Raises InputError for buckets that references do not divide, and for a share that is to

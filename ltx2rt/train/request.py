@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import SUPPRESS
-from dataclasses import MISSING, dataclass, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
@@ -14,8 +14,8 @@ from ltx2rt.flags import flags_of
 from ltx2rt.train.recipe import GROUPS, MODES, SCHEDULES, NoiseLevels
 
 flag = flags_of("training")
-shown = partial(flag, common="training")  # in the short help
-free = partial(flag, marks="free")
+shown_flag = partial(flag, common="training")  # in the short help
+free_flag = partial(flag, marks="free")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def parse_crop(given: Any) -> tuple[int, int, int, int, float]:
     return _allowed((*found, share), fits)
 
 
-span = partial(flag, None, parse=parse_span, metavar="N:P")
+span_flag = partial(flag, None, parse=parse_span, metavar="N:P")
 SPAN = ", with their sound, and the share of such clips; latents of sound in t2a and a2a"
 
 
@@ -104,7 +104,7 @@ SPAN = ", with their sound, and the share of such clips; latents of sound in t2a
 class TrainRequest:
     """A training run. None: the mode's own."""
 
-    data: tuple[Data, ...] = shown(
+    data: tuple[Data, ...] = shown_flag(
         MISSING,
         "caches that `train prepare` made; WEIGHT multiplies how often a sample is drawn "
         "(default: 1)",
@@ -113,8 +113,10 @@ class TrainRequest:
         repeat=True,
         marks="free",
     )
-    output: Path = free(MISSING, "folder; the same command goes on", group="output", metavar="RUN")
-    mode: str = shown(
+    output: Path = free_flag(
+        MISSING, "folder; the same command goes on", group="output", metavar="RUN"
+    )
+    mode: str = shown_flag(
         "i2v",
         "what is learnt: t2v picture and sound; i2v the same, half of the clips with their first "
         "frame given; a2v the picture to a sound; v2a the sound to a picture; t2a sound alone; "
@@ -141,15 +143,15 @@ class TrainRequest:
         repeat=True,
         marks="shapes plan",
     )
-    rank: int = shown(32, "rank of the LoRA", least=1, most=1024, marks="shapes plan")
+    rank: int = shown_flag(32, "rank of the LoRA", least=1, most=1024, marks="shapes plan")
     audio_rank: int | None = flag(
         None, "rank of the sound's linears (default: --rank)", least=1, most=1024, marks="shapes"
     )
-    init: Path | None = free(None, "LoRA file to begin with; one of a smaller rank is widened")
+    init: Path | None = free_flag(None, "LoRA file to begin with; one of a smaller rank is widened")
     alpha: float | None = flag(
         None, "factor of the LoRA, times its rank (default: --rank, which is 1)", above=0, most=1e4
     )
-    lr: float | None = shown(
+    lr: float | None = shown_flag(
         None, "learning rate of AdamW (default: 1e-4, for t2a and ic-lora 2e-4)", above=0, most=1
     )
     schedule: str = flag(
@@ -159,13 +161,13 @@ class TrainRequest:
         choices=tuple(SCHEDULES),
     )
     warmup: int = flag(0, "steps in which the learning rate rises from zero", least=0)
-    steps: int | None = shown(
+    steps: int | None = shown_flag(
         None, "steps (default: 2000, for t2a and ic-lora 3000)", least=1, most=10**6, marks="free"
     )
-    batch: int = shown(
+    batch: int = shown_flag(
         1, "samples of each device of the mesh axis data", least=1, most=1024, marks="free plan"
     )
-    accumulate: int = free(1, "batches whose gradients make one step", least=1, most=1024)
+    accumulate: int = free_flag(1, "batches whose gradients make one step", least=1, most=1024)
     weight_decay: float = flag(0.01, "weight decay of AdamW", least=0, most=1)
     betas: tuple[float, float] = flag(
         (0.9, 0.999), "decays of AdamW's moments (default: 0.9,0.999)", parse_betas, metavar="B1,B2"
@@ -179,10 +181,10 @@ class TrainRequest:
     first_frame: float | None = flag(
         None, "share of the clips whose first frame is given (default: by --mode)", least=0, most=1
     )
-    prefix: tuple[int, float] | None = span(
+    prefix: tuple[int, float] | None = span_flag(
         help=f"latent frames that are given at the beginning{SPAN} (default: by --mode)"
     )
-    suffix: tuple[int, float] | None = span(
+    suffix: tuple[int, float] | None = span_flag(
         help=f"latent frames that are given at the end{SPAN} (default: none)"
     )
     mask: float | None = flag(
@@ -245,31 +247,37 @@ class TrainRequest:
         least=0,
         most=0.5,
     )
-    validate_every: int = free(
+    validate_every: int = free_flag(
         250, "steps between two measurements, and between two validations", least=1
     )
-    validation: Path | None = shown(
+    validation: Path | None = shown_flag(
         None,
         "JSONL file of prompts (prompt, image, reference, size, seed, or any clip flag) to make "
         "clips of in RUN/validation, also before the first step",
         marks="free",
     )
-    validation_seed: int = free(42, "seed of the first validation clip", least=0, most=2**63)
-    save_every: int = shown(250, "steps between two LoRAs and states", least=1, marks="free")
-    keep: int = free(2, "number of states to keep", least=1)
-    keep_every: int = free(0, "steps whose multiples keep their states, too; 0: none", least=0)
+    validation_seed: int = free_flag(42, "seed of the first validation clip", least=0, most=2**63)
+    save_every: int = shown_flag(250, "steps between two LoRAs and states", least=1, marks="free")
+    keep: int = free_flag(2, "number of states to keep", least=1)
+    keep_every: int = free_flag(0, "steps whose multiples keep their states, too; 0: none", least=0)
     seed: int = flag(42, "seed of noise, order and initial values", least=0, most=2**64 - 1)
-    dry_run: bool = shown(False, "print groups and sizes, and train nothing", marks="free once")
-    deterministic: bool = free(False, "resume to the bit on GPUs, too, where steps are then slower")
-    tensorboard: Path | None = free(None, "folder for TensorBoard", group="output", metavar="DIR")
+    dry_run: bool = shown_flag(
+        False, "print groups and sizes, and train nothing", marks="free once"
+    )
+    deterministic: bool = free_flag(
+        False, "resume to the bit on GPUs, too, where steps are then slower"
+    )
+    tensorboard: Path | None = free_flag(
+        None, "folder for TensorBoard", group="output", metavar="DIR"
+    )
     json: bool = flag(
         False, "print each step's metrics as a line of JSON", group="output", marks="free once"
     )
     allow_change: bool = flag(
         False, "continue a run with other flags than it was begun with", marks="free once"
     )
-    allow_distilled: bool = free(False, "train on a distilled model")
-    allow_partial_sound: bool = free(False, SUPPRESS)  # decides nothing any more
+    allow_distilled: bool = free_flag(False, "train on a distilled model")
+    allow_partial_sound: bool = free_flag(False, SUPPRESS)  # decides nothing any more
 
     @property
     def levels(self) -> NoiseLevels:
@@ -278,10 +286,10 @@ class TrainRequest:
     def resolved(self) -> TrainRequest:
         """With the mode's own values in place of None. A rectangle of zeros is the middle half."""
         mode, rank = MODES[self.mode], self.rank
-        names = ("targets", "lr", "steps", "first_frame", "prefix", "mask", "reference")
-        own = {name: getattr(mode, name) for name in names}
-        own |= {"alpha": float(rank), "audio_rank": rank, "suffix": (0, 0.0)}
-        own |= {"crop": (0, 0, 0, 0, mode.crop)}
+        defaults = fields(mode)[2:]  # without its streams
+        own = {f.name: getattr(mode, f.name) for f in defaults if hasattr(self, f.name)}
+        crop = (0, 0, 0, 0, mode.crop)
+        own |= dict(alpha=float(rank), audio_rank=rank, suffix=(0, 0.0), crop=crop)
         absent = {name: x for name, x in own.items() if getattr(self, name) in (None, ())}
         return replace(self, **absent)
 
