@@ -23,11 +23,7 @@ STATISTICS = [f"audio_vae.per_channel_statistics.{x}-of-means" for x in ("mean",
 
 @cache
 def reference() -> tuple[AutoencoderKLLTX2Audio, dict[str, np.ndarray]]:
-    """diffusers' networks and all parameters under official names, everything random and no bias
-    zero.
-
-    The statistics stay out of the module, which sizes them by its base width.
-    """
+    """diffusers' networks and all parameters under official names, all of them random."""
     model = AutoencoderKLLTX2Audio(base_channels=8).eval()
     params = random_params(audio_vae.trace_decoder(CONFIG, 1, 1, "float32"), seed=1)
     params |= random_params(audio_vae.trace_encoder(CONFIG, 1, 1, "float32"), seed=2)

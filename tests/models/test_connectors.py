@@ -1,5 +1,4 @@
-"""Feature extraction and connectors of both generations against diffusers, on the interpreter and
-both backends."""
+"""Feature extraction and connectors of both generations against diffusers."""
 
 import dataclasses
 

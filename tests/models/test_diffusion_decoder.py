@@ -105,8 +105,7 @@ def test_decoder_is_diffusers(kind):
 
 
 def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:
-    """x (B, frames, rows, columns, channels) as the official decoder cuts it: cores of `width`
-    columns, each with a halo of the neighbours' columns, or of copies of the border column."""
+    """x (B, frames, rows, columns, channels) cut as officially: cores of `width` columns and a halo."""
     cores = [x[:, :, :, start : start + width] for start in range(0, x.shape[3], width)]
     edge = [column.expand(-1, -1, -1, halo, -1) for column in (x[:, :, :, :1], x[:, :, :, -1:])]
     left = [edge[0], *(core[:, :, :, -halo:] for core in cores[:-1])]

@@ -1,5 +1,4 @@
-"""The duration head against diffusers, on the interpreter and both backends, and its rounding to
-frames."""
+"""The duration head, and its rounding to frames, against diffusers."""
 
 from fractions import Fraction
 

@@ -1,10 +1,7 @@
-"""Networks at the width of the released models, on both backends against diffusers and
-transformers.
+"""Networks at the width of the released models, against diffusers and transformers.
 
-Two blocks of the transformer with 32 heads of 128 and of 64 and 1024 text tokens, two layers of
-Gemma 3, the whole video decoder: what sums of 4096 to 16384 numbers, RoPE tables of full size and
-groups of heads do to the numbers shows nowhere else. Weights are drawn, and representable in
-bfloat16.
+Sums of 4096 to 16384 numbers, RoPE tables of full size and groups of heads show nowhere else.
+Weights are drawn, and representable in bfloat16.
 """
 
 from __future__ import annotations

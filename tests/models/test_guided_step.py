@@ -1,5 +1,4 @@
-"""The guided step equals its formula over diffusers' transformer, one call per branch; scales are
-data."""
+"""The guided step equals its formula over diffusers' transformer, one call per branch."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,5 +1,4 @@
-"""RoPE tables: the spec's numbers, diffusers' tables, and devices that only copy what numpy
-computed."""
+"""RoPE tables: the spec's numbers, diffusers' tables, and devices that only copy numpy's."""
 
 import math
 

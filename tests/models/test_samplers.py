@@ -1,5 +1,4 @@
-"""Whole trajectories of the samplers equal float64 references written step by step, on the x0 of
-the real model."""
+"""Trajectories of the samplers equal float64 references, on the x0 of the real model."""
 
 import math
 import re

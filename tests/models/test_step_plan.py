@@ -1,5 +1,4 @@
-"""Step plans: their coefficients against Euler written step by step, and whole runs on both
-backends."""
+"""Step plans: their coefficients against Euler written step by step, and whole runs."""
 
 import json
 

@@ -1,5 +1,4 @@
-"""The audio-video transformer of both generations equals diffusers', on the interpreter and both
-backends."""
+"""The audio-video transformer of both generations equals diffusers'."""
 
 from copy import deepcopy
 from functools import partial
@@ -81,11 +80,8 @@ def test_clip_of_twenty_seconds_reaches_beyond_the_position_range(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_self_attention_mask_equals_diffusers(kind):
-    """Zeros and ones as they are; a fraction m weighs exp(score) by m.
-
-    diffusers adds -10000 (1 - m), so it is given 1 + ln(m) / 10000, in float64, which carries that
-    difference.
-    """
+    """A fraction m weighs exp(score) by m. diffusers adds -10000 (1 - m), so it is given
+    1 + ln(m) / 10000, in float64, which carries that difference."""
     config = config_of("2.3")
     feeds, rng = draw(config), np.random.default_rng(2)
     tokens = feeds["video_latent"].shape[1]

@@ -1,5 +1,4 @@
-"""The video VAE against diffusers, tiny and in float32; the traps of its layout in exact
-integers."""
+"""The video VAE against diffusers; the traps of its layout in exact integers."""
 
 import copy
 from functools import cache, partial

@@ -1,5 +1,4 @@
-"""Both vocoders against diffusers, tiny and in float32; the resampler and the anti-aliasing in
-closed form."""
+"""Both vocoders against diffusers; the resampler and the anti-aliasing in closed form."""
 
 import copy
 from functools import cache, partial

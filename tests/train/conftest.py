@@ -36,8 +36,7 @@ def cache(prepare, tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def train(model, cache) -> Command:
-    """train(output, *words, **flags): a run to its end, on `cache` unless a flag names other
-    data."""
+    """train(output, *words, **flags): a run to its end, on `cache` or other data."""
 
     def trained(output: Path, *words: object, data: Path = cache, **flags: object) -> None:
         assert run_train(model, "run", *options(data, output, **flags), *words) == 0

@@ -89,8 +89,7 @@ def test_devices_of_jax_are_one_device_of_pytorch(training, alone, tmp_path, mes
 
 @pytest.mark.slow
 def test_a_run_goes_on_with_its_samples_shared_out_otherwise(training, tmp_path):
-    """One step by two ranks that were started by hand, as torchrun does; two on one device in two
-    batches each."""
+    """One step by two ranks, started as torchrun does; two on one device in two batches each."""
     output = tmp_path / "run"
     begun = training(output, batch=1, steps=1)
     assert [ended(rank) != "" for rank in by_hand(begun)] == [True, False]

@@ -1,5 +1,4 @@
-"""A LoRA of `train run` in other hands: diffusers' loader, and PEFT under it, give the velocities
-that ours give."""
+"""A LoRA of `train run` gives the same velocities under diffusers' loader and PEFT."""
 
 from pathlib import Path
 

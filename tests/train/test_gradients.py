@@ -22,8 +22,7 @@ CLOSE = 1e-4  # relative, of float32 through three blocks
 
 
 class Dropped(torch.nn.Module):
-    """PEFT's dropout with the numbers that an adapter of ours drops: the mixing of 32 bits written
-    out in integers without a sign."""
+    """PEFT's dropout of the numbers that ours drops: 32 bits mixed in unsigned integers."""
 
     def __init__(self, name, inputs):
         super().__init__()

@@ -160,8 +160,7 @@ def heard(prepare, tmp_path_factory):
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
 @pytest.mark.parametrize("mode", ["a2a", "av2av"])
 def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mode, backend):
-    """The loss over diffusers' transformer in float64: a reference's tokens are clean, follow the
-    clip's, have its times, level 0 and no loss."""
+    """A reference's tokens follow the clip's and have its times, and no loss; in float64."""
     options = ModelOptions(backend, model, device="cpu", dtype="float32")
     with closing(open_session(options)) as session:
         fixed = {"data": (Data(heard),), "output": heard / "none", "rank": 2, "dry_run": True}

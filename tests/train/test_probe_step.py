@@ -1,5 +1,4 @@
-"""`probe --component train-step`: losses are those of the transformer's velocities, gradients those
-of finite differences, on both backends."""
+"""`probe --component train-step`: losses are the velocities', gradients finite differences."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,4 @@
-"""`train prepare`, `run` and `export` on a tiny random model: caches, interruptions, files and
-refusals."""
+"""`train prepare`, `run` and `export`: caches, interruptions, files and refusals."""
 
 import gc
 import json

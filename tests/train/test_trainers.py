@@ -1,5 +1,4 @@
-"""What a trainer of either backend does beside a plain step: an average of its parameters, batches
-of several sizes."""
+"""Trainers of either backend: an average of the parameters, batches of several sizes."""
 
 from dataclasses import replace
 

@@ -41,6 +41,7 @@ def arrays(shapes, module=f"diffusion_model.{MODULE}", dtype=np.float32, **alpha
 
 
 LOHA = {"hada_w1_a": (OUT, 3), "hada_w1_b": (3, IN), "hada_w2_a": (OUT, 4), "hada_w2_b": (4, IN)}
+LORA = {"lora_A.weight": (3, IN), "lora_B.weight": (OUT, 3)}
 WHOLE = {"lokr_w1": (3, 2), "lokr_w2": (4, 5)}
 FIRST = {"lokr_w1_a": (3, 2), "lokr_w1_b": (2, 2), "lokr_w2": (4, 5)}
 SECOND = {"lokr_w1": (3, 2), "lokr_w2_a": (4, 3), "lokr_w2_b": (3, 5)}
@@ -49,7 +50,10 @@ BOTH = {"lokr_w1_a": (3, 2), "lokr_w1_b": (2, 2), "lokr_w2_a": (4, 3), "lokr_w2_
 
 def delta(found):
     """Delta W without its scale, in float64."""
-    x = {key.rpartition(".")[2]: value.astype(np.float64) for key, value in found.items()}
+    stem = f"diffusion_model.{MODULE}."
+    x = {key.removeprefix(stem): value.astype(np.float64) for key, value in found.items()}
+    if "lora_A.weight" in x:
+        return x["lora_B.weight"] @ x["lora_A.weight"]
     if "hada_w1_a" in x:
         return (x["hada_w1_a"] @ x["hada_w1_b"]) * (x["hada_w2_a"] @ x["hada_w2_b"])
     w1, w2 = (x[w] if w in x else x[f"{w}_a"] @ x[f"{w}_b"] for w in ("lokr_w1", "lokr_w2"))
@@ -61,8 +65,7 @@ def delta(found):
     (SECOND, "LoKr", 2 / 3), (BOTH, "LoKr", 2 / 3),
 ])  # fmt: skip
 def test_merged_as_numpy_has_it_whole_and_in_slices(merged, shapes, kind, scale):
-    """Slices do not meet the borders of the Kronecker product. Float32 sums of three terms: 1e-6 of
-    what is added."""
+    """Slices do not meet the borders of the Kronecker product."""
     given = arrays(shapes, alpha=2.0)
     source = merged(given, strength=0.5)
     expected = WEIGHT + 0.5 * scale * delta(given)
@@ -79,25 +82,17 @@ def test_any_alpha_of_a_lokr_of_whole_factors_is_unread(tmp_path):
     assert open_lora(tmp_path / "l.safetensors").changes[Q].scale == 1
 
 
-LORA = {"lora_A.weight": (3, IN), "lora_B.weight": (OUT, 3)}
-
-
-def pair(given):
-    """B @ A in float64."""
-    down, up = (value.astype(np.float64) for value in list(given.values())[:2])
-    return up @ down
-
-
 @pytest.mark.parametrize("strength", [1.0, 0.6])
-@pytest.mark.parametrize("ending, shape, axis", [
-    ("dora_scale", (OUT, 1), 1), ("dora_scale", (1, IN), 0), ("lora_magnitude_vector", (OUT,), 1),
-    ("lora_magnitude_vector.default.weight", (OUT,), 1),
+@pytest.mark.parametrize("kind, ending, shape, axis", [
+    (LORA, "dora_scale", (OUT, 1), 1), (LORA, "dora_scale", (1, IN), 0), (LORA, "lora_magnitude_vector", (OUT,), 1),
+    (LORA, "lora_magnitude_vector.default.weight", (OUT,), 1), (LOHA, "dora_scale", (OUT, 1), 1),
+    (BOTH, "dora_scale", (OUT, 1), 1),
 ])  # fmt: skip
-def test_dora_is_scaled_to_its_magnitudes(merged, ending, shape, axis, strength):
+def test_dora_is_scaled_to_its_magnitudes(merged, kind, ending, shape, axis, strength):
     """Between W and the whole change; slices use the whole weight's norms."""
-    given = arrays(LORA | {ending: shape}, alpha=2.0)
-    moved = WEIGHT + 2 / 3 * pair(given)
-    magnitude = list(given.values())[2].astype(np.float64).reshape((-1, 1) if axis else (1, -1))
+    given = arrays(kind | {ending: shape}, alpha=2.0)
+    moved = WEIGHT + 2 / 3 * delta(given)
+    magnitude = list(given.values())[-2].astype(np.float64).reshape((-1, 1) if axis else (1, -1))
     expected = magnitude * moved / np.linalg.norm(moved, axis=axis, keepdims=True)
     expected = WEIGHT + strength * (expected - WEIGHT)
     source = merged(given, strength=strength)
@@ -107,15 +102,6 @@ def test_dora_is_scaled_to_its_magnitudes(merged, ending, shape, axis, strength)
     assert "1/1 DoRA modules" in source.merges[0].line()
 
 
-@pytest.mark.parametrize("shapes", [LOHA, BOTH])
-def test_loha_and_lokr_are_decomposed_as_well(merged, shapes):
-    given = arrays(shapes | {"dora_scale": (OUT, 1)})
-    moved = WEIGHT + delta(given)
-    scale = given[f"diffusion_model.{MODULE}.dora_scale"]
-    expected = scale * moved / np.linalg.norm(moved, axis=1, keepdims=True)
-    close(merged(given).read(Q), expected)
-
-
 def test_musubis_export_is_divided_by_the_base_norm(merged):
     """It multiplies its magnitudes by |W| / |W + BA|, since ComfyUI divides by |W|."""
     given = arrays(LORA | {"dora_scale": (OUT, 1)})
@@ -123,7 +109,7 @@ def test_musubis_export_is_divided_by_the_base_norm(merged):
     about = {f"diffusion_model.{MODULE}.initial_norm": np.ones(OUT, np.float32)}
     found = merged(given | about, header=header).read(Q)
     scale = list(given.values())[2] / np.linalg.norm(WEIGHT, axis=1, keepdims=True)
-    close(found, scale * (WEIGHT + pair(given)))
+    close(found, scale * (WEIGHT + delta(given)))
 
 
 def cayley(blocks, bound=np.inf):
@@ -207,7 +193,7 @@ def test_differences_and_whole_tensors_of_any_shape(merged):
     }  # fmt: skip
     source = merged(given | named, strength=0.5, base=base)
     expected = {
-        Q: WEIGHT + 0.5 * pair(given), f"{module}.bias": bias + 0.5 * vector, f"{norm}.weight": bias + 0.5 * vector,
+        Q: WEIGHT + 0.5 * delta(given), f"{module}.bias": bias + 0.5 * vector, f"{norm}.weight": bias + 0.5 * vector,
         table: WEIGHT + 0.5 * matrix, f"{out}.weight": (WEIGHT + matrix) / 2,
     }  # fmt: skip
     assert source.touched() == expected.keys()
@@ -218,7 +204,7 @@ def test_differences_and_whole_tensors_of_any_shape(merged):
 
 def test_loras_of_several_kinds_are_merged_in_their_order(merged):
     first, second = arrays(LORA), arrays(LORA | {"dora_scale": (OUT, 1)})
-    moved = WEIGHT + pair(first) + pair(second)
+    moved = WEIGHT + delta(first) + delta(second)
     scale = list(second.values())[2] / np.linalg.norm(moved, axis=1, keepdims=True)
     close(merged(first, second).read(Q), scale * moved)
 

@@ -1,5 +1,4 @@
-"""Opening checkpoints: parts are found by content, and whatever does not fit is refused with one
-InputError."""
+"""Opening checkpoints: parts are found by content, and whatever does not fit is refused."""
 
 import json
 import os
@@ -71,8 +70,7 @@ def test_a_file_finds_its_parts_beside_it(official):
 
 @pytest.mark.parametrize("layout", ["official", pytest.param("diffusers", marks=pytest.mark.long)])
 def test_upsamplers_are_told_apart(tiny, tmp_path, layout):
-    """An x1.5 one beside the x2 one is no second candidate: it is used where it is named, since
-    sizes depend on it."""
+    """An x1.5 one beside the x2 one is no second candidate: it is used where it is named."""
     folder = linked(tiny("tiny-2.3", layout), tmp_path / layout)
     for kind in ("x1.5", "temporal"):
         make_checkpoint("tiny-2.3", layout, tmp_path / kind, upsampler=kind)
@@ -537,14 +535,14 @@ def test_a_part_of_either_layout_takes_the_place_of_the_checkpoints(tiny, offici
 
 
 STEM = "diffusion_pytorch_model"
+# As three versions of diffusers have named it, and none.
 INDICES = ("safetensors.index.bf16.json", "bf16.safetensors.index.json",
            "safetensors.bf16.index.json", "")  # fmt: skip
 
 
 @pytest.mark.parametrize("index", INDICES)
 def test_variants_and_their_shards_are_read(diffusers, index):
-    """With the index as three versions of diffusers have named it, and without any. Hidden files
-    are passed over, and of several variants the plain one is read."""
+    """Hidden files are passed over, and of several variants the plain one is read."""
     folder = diffusers / "transformer"
     whole, expected = folder / f"{STEM}.safetensors", open_checkpoint(diffusers)
     arrays, home = arrays_of(whole), {}

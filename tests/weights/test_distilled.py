@@ -1,5 +1,4 @@
-"""Signs of distilled weights, each on a checkpoint that has only headers, and what pipelines do
-with them."""
+"""Signs of distilled weights, on checkpoints of headers, and what pipelines do with them."""
 
 import json
 import re

@@ -1,5 +1,4 @@
-"""Files: what is read equals what was written, and every damaged file is refused with one
-InputError."""
+"""Files: what is read equals what was written, and every damaged file is refused."""
 
 import json
 import os

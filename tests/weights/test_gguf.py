@@ -1,5 +1,4 @@
-"""GGUF files: decoded as the `gguf` package does it, refused in one line, run as decoded copies
-run."""
+"""GGUF files: decoded as the `gguf` package does, refused in one line, run as decoded copies."""
 
 import json
 import math
@@ -412,8 +411,7 @@ def test_another_model_in_the_folder_is_no_candidate(folder):
 
 
 def test_connectors_come_from_files_beside(folder, tiny):
-    """The text projection in one file, the connectors in another, without the prefix; twice is once
-    too often."""
+    """The text projection in one file, the connectors in another, without the prefix."""
     ours = arrays_of(folder / "text.safetensors")
     (folder / "text.safetensors").unlink()
     with refused(r"no embeddings connectors; .* beside it"):
@@ -460,8 +458,7 @@ FLAGS = ("--num-frames", 9, "--steps", 2, "--seed", 3, "--width", 64, "--height"
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
-    """Bit for bit, the distilled LoRA of stage 2 included, whose matrices are decoded. XLA adds up
-    products in another order where it makes a matrix itself, which bfloat16 hides."""
+    """Bit for bit, the distilled LoRA of stage 2 included, but for XLA's order in float32."""
     for backend in ("cuda", "tpu"):
         runs = [generate(backend, folder, *FLAGS, "--dtype", dtype) for folder in apart]
         assert_ran(*runs)
@@ -475,8 +472,7 @@ def test_a_gguf_model_runs_as_its_decoded_copy_does(apart, generate, dtype):
 
 
 def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
-    """The bytes that are loaded are those of the graph, which `plan` prints; layers from host
-    memory, or from the file, change nothing."""
+    """Layers from host memory, or from the file, change nothing."""
     size = {"width": 64, "height": 64, "num_frames": 9, "seed": 3, "steps": 1, "audio": False}
     monkeypatch.setattr(stream, "LEAST_BYTES", 8192)
     clips = []

@@ -1,5 +1,4 @@
-"""Repositories of the hub, served by a stand-in of its HTTP interface on the loopback: what is
-fetched, what is not."""
+"""Repositories of the hub, served by a stand-in on the loopback: what is fetched, what is not."""
 
 import hashlib
 import json
@@ -357,8 +356,7 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
 
 @pytest.mark.long
 def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
-    """A transformer alone, as every other file is named; whatever the repository has of them is not
-    looked at."""
+    """What the repository has of them as well is not looked at."""
     parts = ("text-encoder", "audio-vae", "duration-head")
     flags = {f"--{part}": f"lab/files/{RELEASED[part]}.safetensors" for part in parts}
     flags["--video-vae"] = "lab/files/vae/diffusion.safetensors"

@@ -1,5 +1,4 @@
-"""The scale that PEFT's config gives a LoRA, in the header or beside the file; PEFT's own merge is
-the reference."""
+"""The scale that PEFT's config gives a LoRA, in the header or beside the file."""
 
 import json
 
@@ -115,6 +114,7 @@ def scale_of(path, header=None, **more):
 
 def test_alpha_tensors_win_over_the_config_and_kohyas_header_counts_for_nothing(tmp_path):
     """Its converters have multiplied alpha in, and its loaders take alpha = rank."""
+    assert scale_of(tmp_path, {"lora_alpha": "384", "lora_rank": "384"}, alpha=np.float32(2)) == 0.5
     header = {"ss_network_dim": "4", "ss_network_alpha": "1"}
     assert scale_of(tmp_path, header) == 1
     (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 2}')

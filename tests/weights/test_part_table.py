@@ -1,5 +1,4 @@
-"""A part of a checkpoint is one row: scan, inspection, flag, opening and programs follow from
-it."""
+"""A part of a checkpoint is one row, from which scan, flag, opening and programs follow."""
 
 import subprocess
 import sys

@@ -1,8 +1,4 @@
-"""Quantised files: each format is read as the number-for-number definition of it says, in slices
-too, and loaded once.
-
-The references decode one number at a time, from the description of the format, in float64.
-"""
+"""Quantised files: each format is read as its definition says, number by number in float64."""
 
 import json
 import re
@@ -254,8 +250,7 @@ ON_HOST = ("float8 by blocks", "float8 by blocks of 128", "e5m2", "e5m2 cast", "
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ON_HOST])
 def test_a_device_decodes_what_it_loads(written, kind, monkeypatch):
-    """Stored numbers go to the device, of a slice that begins between groups the decoded ones: both
-    are the matrix that numpy decodes, rounded once."""
+    """The matrix is numpy's, rounded once, which decodes slices that begin between groups."""
     shape = (6, 256)
     source = written(stored(kind, *shape), "m.")
     whole = source.read("m.weight")

@@ -1,5 +1,4 @@
-"""A new part of a checkpoint, in one row: `python toy_part.py FOLDER`, run by test_part_table.py in
-its own process."""
+"""A new part of a checkpoint, in one row; test_part_table.py runs it in its own process."""
 
 import sys
 from dataclasses import dataclass
