@@ -17,13 +17,10 @@ def geometry(frames=3, rows=2, columns=5, fps=Fraction(24), channels=16, num_aud
     return Geometry(frames, rows, columns, channels, 8, 32, fps, num_audio, 8, 16, 4, 160, 16000)
 
 
-@pytest.mark.parametrize(
-    "num_frames,fps,expected",
-    [
-        (121, Fraction(24), 126), (1, Fraction(25), 1), (9, NTSC, 9), (481, Fraction(24), 501),
-        (5, Fraction(50), 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("num_frames,fps,expected", [
+    (121, Fraction(24), 126), (1, Fraction(25), 1), (9, NTSC, 9), (481, Fraction(24), 501),
+    (5, Fraction(50), 2),
+])  # fmt: skip
 def test_audio_length_is_the_rounded_duration(num_frames, fps, expected):
     assert latents.audio_latents(num_frames, fps, 25.0) == expected
 

@@ -97,16 +97,13 @@ def test_self_attention_mask_equals_diffusers(kind):
     assert relative_l2(plain, expected["video_velocity"]) > 100 * CLOSE
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"ff_bias": False, "prompt_adaln": False},
-        {"num_heads": 5, "audio_num_heads": 5, "av_gate_scale": 1.0},
-        {"num_heads": 2, "audio_num_heads": 2, "rope_max_pos": (16, 1024, 512),
-         "audio_rope_max_pos": 30},
-        {"num_layers": 1, "rope_float64_grid": False},
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("changes", [
+    {"ff_bias": False, "prompt_adaln": False},
+    {"num_heads": 5, "audio_num_heads": 5, "av_gate_scale": 1.0},
+    {"num_heads": 2, "audio_num_heads": 2, "rope_max_pos": (16, 1024, 512),
+     "audio_rope_max_pos": 30},
+    {"num_layers": 1, "rope_float64_grid": False},
+])  # fmt: skip
 @pytest.mark.parametrize("kind", ["numpy", "cuda"])
 def test_every_configured_variant_equals_diffusers(kind, changes):
     config = config_of("2.3", **changes)

@@ -111,13 +111,10 @@ def test_vocoder_as_a_tpu_runs_it_is_diffusers():
     assert relative_l2(waveform, theirs(reference("2.3")[0], mel)) <= 1e-4
 
 
-@pytest.mark.parametrize(
-    "taps,stride,dilation,dtype",
-    [
-        (3, 1, 1, "float32"), (11, 1, 5, "float32"), (32, 8, 1, "float32"), (11, 4, 1, "float32"),
-        (3, 5, 1, "float32"), (7, 1, 3, "bfloat16"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("taps,stride,dilation,dtype", [
+    (3, 1, 1, "float32"), (11, 1, 5, "float32"), (32, 8, 1, "float32"), (11, 4, 1, "float32"),
+    (3, 5, 1, "float32"), (7, 1, 3, "bfloat16"),
+])  # fmt: skip
 def test_convolution_by_taps_is_the_convolution(taps, stride, dilation, dtype):
     x, weight = jnp.asarray(normal(2, 6, 70), dtype), jnp.asarray(normal(4, 6, taps), dtype)
     whole = ops.OPS["conv"](x, weight, stride=(stride,), dilation=(dilation,))

@@ -85,13 +85,10 @@ def peft_gradients(config, params, inputs, x):
     return {n: x.detach().numpy() for n, x in losses.items()}, gradients
 
 
-@pytest.mark.parametrize(
-    ("kind", "generation", "rate"),
-    [
-        *(("cuda", "2.0", 0.0), ("cuda", "2.3", 0.0), ("cuda", "2.3", 0.3)),
-        pytest.param("tpu", "2.3", 0.3, marks=pytest.mark.long),  # tests/backends/test_train.py
-    ],
-)
+@pytest.mark.parametrize("kind, generation, rate", [
+    *(("cuda", "2.0", 0.0), ("cuda", "2.3", 0.0), ("cuda", "2.3", 0.3)),
+    pytest.param("tpu", "2.3", 0.3, marks=pytest.mark.long),  # tests/backends/test_train.py
+])  # fmt: skip
 def test_gradients_are_those_of_peft_on_diffusers(kind, generation, rate):
     config, rng = config_of(generation), np.random.default_rng(7)
     x = draw(config)

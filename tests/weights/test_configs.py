@@ -287,19 +287,16 @@ def test_the_diffusion_decoders_header_is_read_and_written():
     assert diffusers == {key: defaults[key] for key in defaults if key != "_diffusers_version"}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"default_num_inference_steps": 2},
-         "default_num_inference_steps = 2 is not supported, expected 1"),
-        ({"stage_depths": [4, 6, 4, 2]},
-         r"lists are of \[5, 4, 5, 5, 5\] stages, expected 5 in each"),
-        ({"stage_channels": [2048, 1024, 512, 256, 256]}, "do not shrink by the factors"),
-        ({"head_dim": 48}, "2048 channels, expected a multiple of a head's 48"),
-        ({"stage5_kernel": [11, 11]}, "expected triples"),
-        ({"upsamples": [[1, 2, 2], 2]}, r"expected a list of \[stride, channel factor\]"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, message", [
+    ({"default_num_inference_steps": 2},
+     "default_num_inference_steps = 2 is not supported, expected 1"),
+    ({"stage_depths": [4, 6, 4, 2]},
+     r"lists are of \[5, 4, 5, 5, 5\] stages, expected 5 in each"),
+    ({"stage_channels": [2048, 1024, 512, 256, 256]}, "do not shrink by the factors"),
+    ({"head_dim": 48}, "2048 channels, expected a multiple of a head's 48"),
+    ({"stage5_kernel": [11, 11]}, "expected triples"),
+    ({"upsamples": [[1, 2, 2], 2]}, r"expected a list of \[stride, channel factor\]"),
+])  # fmt: skip
 def test_a_diffusion_decoder_that_no_release_has_is_refused(change, message):
     changed = {**DIFFUSION, "decoder": DIFFUSION["decoder"] | change}
     with refused(message):

@@ -75,12 +75,12 @@ def test_a_failed_write_leaves_nothing(tmp_path):
 
 
 def test_shards_are_read_as_one_source(tmp_path):
+    with refused("found none"):
+        open_tensors(tmp_path)
     for i, name in enumerate("ab"):
         write_arrays(tmp_path / f"m-{i}.safetensors", {name: np.full(2, i, np.float32)})
-    index, home = (
-        tmp_path / "m.safetensors.index.json",
-        {"a": "m-0.safetensors", "b": "m-1.safetensors"},
-    )
+    index = tmp_path / "m.safetensors.index.json"
+    home = {"a": "m-0.safetensors", "b": "m-1.safetensors"}
     index.write_text(json.dumps({"weight_map": home}))
     folder = open_tensors(tmp_path)
     assert sorted(folder.names()) == ["a", "b"]
@@ -100,9 +100,7 @@ def entry(shape, nbytes, dtype="F32"):
     return {"dtype": dtype, "shape": shape, "data_offsets": [0, nbytes]}
 
 
-@pytest.mark.parametrize(
-    ("content", "says"),
-    [
+@pytest.mark.parametrize("content, says", [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n", "git-lfs pointer"),
         (b"", "not a safetensors"),
         (b"PK\x03\x04 a zip file or something else", "not a safetensors"),
@@ -123,9 +121,7 @@ def entry(shape, nbytes, dtype="F32"):
         (header_of({"a": entry([0, 2**62], 0)}), "no array"),
         (header_of({"a": entry([0] + [2**62] * 300, 0)}), "no array"),
         (header_of({"a": entry([4], 4, "F8_E5M2FNUZ")}, bytes(4)), "unknown dtype"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)  # fmt: skip
+], ids=lambda value: value if isinstance(value, str) else "")  # fmt: skip
 def test_what_is_no_safetensors_file_is_refused_in_one_line(tmp_path, content, says):
     (tmp_path / "x.safetensors").write_bytes(content)
     with refused(says) as caught:
@@ -134,13 +130,16 @@ def test_what_is_no_safetensors_file_is_refused_in_one_line(tmp_path, content, s
     assert text.startswith(str(tmp_path / "x.safetensors")) and "\n" not in text and len(text) < 600
 
 
+OPENED = (TensorFile, open_file)
+
+
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.safetensors")
-    for path, opened in product(
-        (tmp_path / "pipe.safetensors", "/dev/zero"), (TensorFile, open_file)
-    ):
+    for path, opened in product((tmp_path / "pipe.safetensors", "/dev/zero"), OPENED):
         with refused("not a regular file"):
             opened(path)
+    with refused("cannot read: No such file"):
+        open_tensors(tmp_path / "nothing.safetensors")
 
 
 def test_what_is_no_shard_index_is_refused_at_once(tmp_path):
@@ -253,13 +252,6 @@ def test_a_digest_covers_every_tensor_and_every_byte_of_small_files(tmp_path, ki
         os.utime(path, ns=(place, place))
         assert digest(named) != seen[0], place
         assert digest(tmp_path) != seen[1] or path.suffix not in WEIGHTS, place
-
-
-def test_missing_files_and_ambiguous_folders_are_refused(tmp_path):
-    with refused("cannot read: No such file"):
-        open_tensors(tmp_path / "nothing.safetensors")
-    with refused("found none"):
-        open_tensors(tmp_path)
 
 
 def original(tmp_path_factory):

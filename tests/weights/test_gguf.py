@@ -199,16 +199,18 @@ def content(*tensors, keys=(), version=3, data=bytes(64), counts=None) -> bytes:
     return head + bytes(-len(head) % 32) + data
 
 
+def keyed(*keys) -> bytes:
+    return content(keys=keys)
+
+
 STRINGS = struct.pack("<IQ", 8, 2**61)
 HOSTILE = {
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0),
-                   "it is big-endian; pass one of version 3"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "is big-endian; pass one of version 3"),
     "version 1": (content(version=1), "it is of GGUF version 1; pass one of version 3"),
     "nothing but the magic": (b"GGUF", "it ends within its header"),
     "many tensors": (content(counts=(2**63, 0)), "9223372036854775808 tensors, expected at most"),
     "many keys": (content(counts=(0, 2**40)), "1099511627776 keys, expected at most"),
-    "fewer tensors than said": (content(tensor(), counts=(3, 0), data=b""),
-                                "ends within its header"),
+    "fewer tensors than said": (content(tensor(), counts=(3, 0), data=b""), "within its header"),
     "long name": (content(tensor("n" * 2000)), "longer than 1000"),
     "name with a line break": (content(tensor("a\nb")), "not printable"),
     "length of a name": (content()[:24] + struct.pack("<Q", 2**63), None),
@@ -221,22 +223,15 @@ HOSTILE = {
     "offset": (content(tensor(offset=2**63)), "tensor x ends at byte"),
     "offset between": (content(tensor(offset=4)), "is at 4, expected a multiple of 32"),
     "two of a name": (content(tensor(), tensor(offset=32)), "two tensors x"),
-    "shared bytes": (content(tensor(dims=(9,)), tensor("y", offset=32)),
-                     "tensors x and y share bytes"),
-    "alignment of 0": (content(keys=(key("general.alignment", 4, bytes(4)),)),
-                       "general.alignment is 0"),
-    "alignment of text": (content(keys=(key("general.alignment", 8, bytes(8)),)),
-                          "general.alignment is ''"),
-    "two keys": (content(keys=(key("a", 7, b"\1"), key("a", 7, b"\1"))), "two keys a"),
-    "unknown value": (content(keys=(key("a", 13, b""),)), "value of unknown type 13"),
-    "array of arrays": (content(keys=(key("a", 9, struct.pack("<IQ", 9, 1)),)),
-                        "array of values of unknown type 9"),
-    "endless array": (content(keys=(key("a", 9, struct.pack("<IQ", 0, 2**60)),)),
-                      "ends within its header"),
-    "endless strings": (content(keys=(key("a", 9, STRINGS),)),
-                        "strings up to key a, expected at most"),
-    "one of several files": (content(keys=(key("split.count", 2, b"\2\0"),)),
-                             "one of 2 parts of a split GGUF"),
+    "shared bytes": (content(tensor(dims=(9,)), tensor("y", offset=32)), "x and y share bytes"),
+    "alignment of 0": (keyed(key("general.alignment", 4, bytes(4))), "general.alignment is 0"),
+    "alignment of text": (keyed(key("general.alignment", 8, bytes(8))), "general.alignment is ''"),
+    "two keys": (keyed(key("a", 7, b"\1"), key("a", 7, b"\1")), "two keys a"),
+    "unknown value": (keyed(key("a", 13, b"")), "value of unknown type 13"),
+    "array of arrays": (keyed(key("a", 9, struct.pack("<IQ", 9, 1))), "values of unknown type 9"),
+    "endless array": (keyed(key("a", 9, struct.pack("<IQ", 0, 2**60))), "ends within its header"),
+    "endless strings": (keyed(key("a", 9, STRINGS)), "strings up to key a, expected at most"),
+    "one of several files": (keyed(key("split.count", 2, b"\2\0")), "one of 2 parts of a split GGUF"),
 }  # fmt: skip
 
 
@@ -392,14 +387,20 @@ def test_types_that_are_not_read_are_named(folder, rng):
     assert "1 IQ3_XXS" in format_inspection(inspect_path(path))
 
 
-def test_a_gguf_of_another_model_is_named(tmp_path, rng, command):
+def test_a_gguf_of_another_model_is_named(apart, tmp_path, rng):
     tensors = {"blk.0.attn_q.weight": ("IQ2_S", random_blocks("IQ2_S", rng, (4, 256)))}
-    path = write_gguf(tmp_path / "a.gguf", tensors, "llama")
+    path, tower = write_gguf(tmp_path / "a.gguf", tensors, "llama"), tmp_path / "mmproj-f16.gguf"
+    write_gguf(tower, {"v.blk.0.ln1.weight": np.ones(3, np.float32)}, "clip")
     assert "GGUF file of 'llama', which is not of LTX-2" in format_inspection(inspect_path(path))
     with refused(r"no LTX-2 checkpoint \(it is a GGUF file of 'llama'\)"):
         open_checkpoint(path)
-    with refused(r"no text encoder \(it is a GGUF file of 'llama'\)"):
-        open_gemma(path)
+    for file, says in (
+        (path, r"a GGUF file of 'llama'\)"),
+        (tower, "an mmproj, the picture tower"),
+        (apart[0] / "transformer.gguf", "a checkpoint"),
+    ):
+        with refused(rf"no text encoder \(it is {says}.*; pass a Gemma 3 folder or GGUF file"):
+            open_checkpoint(apart[0], text_encoder=file)
 
 
 def test_another_model_in_the_folder_is_no_candidate(folder):
@@ -616,39 +617,31 @@ def with_keys(gemmas, path: Path, change, **more: np.ndarray) -> Path:
     return write_gguf(path, arrays_of(gemmas[0]) | more, "gemma3", keys)
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"gemma3.rope.scaling.factor": None},
-         "gemma3: required key rope.scaling.factor is absent"),
-        ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn' is not supported"),
-        ({"gemma3.rope.alibi": True}, "key rope.alibi is not known"),
-        ({"gemma3.attention.value_length": 8}, "attention.value_length = 8, expected"),
-        ({"gemma3.block_count": 10**9},
-         "num_hidden_layers = 1000000000, expected a positive int up to"),
-        ({"gemma3.block_count": "x"}, "block_count = 'x', expected a number"),
-        ({"gemma3.embedding_length": 65}, "hidden size 65"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, says", [
+    ({"gemma3.rope.scaling.factor": None}, "gemma3: required key rope.scaling.factor is absent"),
+    ({"gemma3.rope.scaling.type": "yarn"}, "rope.scaling.type = 'yarn' is not supported"),
+    ({"gemma3.rope.alibi": True}, "key rope.alibi is not known"),
+    ({"gemma3.attention.value_length": 8}, "attention.value_length = 8, expected"),
+    ({"gemma3.block_count": 10**9}, "num_hidden_layers = 1000000000, expected a positive int up"),
+    ({"gemma3.block_count": "x"}, "block_count = 'x', expected a number"),
+    ({"gemma3.embedding_length": 65}, "hidden size 65"),
+])  # fmt: skip
 def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, change, says):
     with refused(re.escape(says)):
         open_checkpoint(apart[0], text_encoder=with_keys(gemmas, tmp_path / "g.gguf", change))
 
 
-@pytest.mark.parametrize(
-    ("change", "meant"),
-    [
-        ({"gemma3.rope.scaling.type": None, "gemma3.rope.scaling.factor": None},
-         {"rope_scaling_factor": 1.0}),
-        ({"gemma3.rope.freq_base": None, "gemma3.rope.global.freq_base": 5e5,
-          "gemma3.rope.local.freq_base": 3e4}, {"rope_theta": 5e5, "rope_local_theta": 3e4}),
-        ({"gemma3.attention.sliding_window_pattern": 2}, {"layer_is_sliding": (True, False) * 3}),
-        ({"gemma3.attention.sliding_window_pattern": [True] * 5 + [False]}, {}),
-        ({"gemma3.attention.sliding_window_pattern": [False, True] * 3},
-         {"layer_is_sliding": (False, True) * 3}),
-        ({"tokenizer.ggml.eos_token_id": 7}, {"eos_token_id": 7}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("change, meant", [
+    ({"gemma3.rope.scaling.type": None, "gemma3.rope.scaling.factor": None},
+     {"rope_scaling_factor": 1.0}),
+    ({"gemma3.rope.freq_base": None, "gemma3.rope.global.freq_base": 5e5,
+      "gemma3.rope.local.freq_base": 3e4}, {"rope_theta": 5e5, "rope_local_theta": 3e4}),
+    ({"gemma3.attention.sliding_window_pattern": 2}, {"layer_is_sliding": (True, False) * 3}),
+    ({"gemma3.attention.sliding_window_pattern": [True] * 5 + [False]}, {}),
+    ({"gemma3.attention.sliding_window_pattern": [False, True] * 3},
+     {"layer_is_sliding": (False, True) * 3}),
+    ({"tokenizer.ggml.eos_token_id": 7}, {"eos_token_id": 7}),
+])  # fmt: skip
 def test_keys_of_other_converters_are_read(gemmas, tmp_path, change, meant):
     path = with_keys(gemmas, tmp_path / "g.gguf", change, **{"v.blk.0.ln1.weight": np.ones(3)})
     found, source = open_gemma(path)
@@ -699,14 +692,3 @@ def test_files_that_llama_cpp_has_split_are_one(apart, gemmas, tmp_path):
     last.unlink()
     with refused(r"m-00003-of-00003\.gguf is not beside it"):
         open_gemma(first)
-
-
-def test_a_picture_tower_and_a_transformer_are_no_text_encoder(apart, tmp_path):
-    path = tmp_path / "mmproj-model-f16.gguf"
-    write_gguf(path, {"v.blk.0.ln1.weight": np.ones(3, np.float32)}, "clip")
-    for file, says in (
-        (path, "an mmproj, the picture tower"),
-        (apart[0] / "transformer.gguf", "a checkpoint"),
-    ):
-        with refused(rf"no text encoder \(it is {says}.*; pass a Gemma 3 folder or GGUF file"):
-            open_checkpoint(apart[0], text_encoder=file)

@@ -421,6 +421,11 @@ def test_what_the_hub_refuses_is_one_line(run):
         assert re.fullmatch(f"ltx2rt: error: .*{says}.*", line)
 
 
+def test_what_begins_with_a_dot_is_never_asked_of_the_hub(run, served):
+    error = one_line(run("plan", "--model", "./lab/plain", "--device-kind", "h100"))
+    assert "lab/plain does not exist" in error and not served.got
+
+
 def test_a_hub_that_does_not_answer_is_one_line(run):
     said = "lab/plain is no path here, and could not be fetched from the hub"
     assert said in one_line(run("weights", "fetch", "lab/plain", HF_ENDPOINT="http://127.0.0.1:9"))
@@ -431,10 +436,7 @@ def test_a_hub_that_does_not_answer_is_one_line(run):
 
 
 def test_a_list_of_files_that_is_none_is_one_line(run, served, monkeypatch):
-    files = [
-        {"rfilename": 3, "size": 1},
-        *({"rfilename": "a", "size": size} for size in ("12", -5)),
-    ]
+    files = [{"rfilename": a, "size": size} for a, size in ((3, 1), ("a", "12"), ("a", -5))]
 
     def answer(to, send=served.send):
         about = {"id": "lab/plain", "sha": COMMIT, "siblings": [files.pop()]}
@@ -443,8 +445,3 @@ def test_a_list_of_files_that_is_none_is_one_line(run, served, monkeypatch):
     monkeypatch.setattr(served, "answer", answer)
     _, out, err = run("-c", FETCHED, "lab/a", "lab/b", "lab/c", module=())
     assert (out, files, err.count("its list on the hub holds")) == ("[2, 2, 2]\n", [], 3)
-
-
-def test_what_begins_with_a_dot_is_never_asked_of_the_hub(run, served):
-    error = one_line(run("plan", "--model", "./lab/plain", "--device-kind", "h100"))
-    assert "lab/plain does not exist" in error and not served.got

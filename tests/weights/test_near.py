@@ -19,6 +19,7 @@ from ltx2rt.weights.near import models_folder, tree_around
 from ltx2rt.weights.text_encoder import open_gemma
 from tests.conftest import refused
 from tests.gguf_files import arrays_of, package, take_apart, write_gguf
+from tests.weights.test_quantised import said, stored
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 HOME = {  # where ComfyUI keeps what, by a word in the name of a tiny file
@@ -70,14 +71,8 @@ def scaled(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
 def nvfp4(name: str, array: np.ndarray) -> dict[str, np.ndarray]:
     if array.ndim != 2 or "mlp.up_proj" not in name:
         return {name: array}
-    (rows, columns), stem = array.shape, name.removesuffix("weight")
-    found = {
-        "weight": np.zeros((rows, columns // 2), np.uint8),
-        "weight_scale": np.zeros((-(-rows // 128) * 128, -(-columns // 64) * 4), E4M3),
-        "weight_scale_2": np.float32(1),
-        "comfy_quant": np.frombuffer(b'{"format": "nvfp4"}', np.uint8),
-    }
-    return {f"{stem}{own}": value for own, value in found.items()}
+    found = stored("nvfp4", *array.shape) | {"comfy_quant": said("nvfp4")}
+    return {f"{name.removesuffix('weight')}{own}": value for own, value in found.items()}
 
 
 @pytest.fixture
@@ -124,10 +119,12 @@ def test_names_of_folders_are_known_and_those_of_files_do_not_matter(comfy, tmp_
             deeper = path.parent / "ltx"
             deeper.mkdir(exist_ok=True)
             path.rename(deeper / f"{i}.safetensors")
-    old = ("unet", "clip", "upscale_models")
-    for name, new in zip(
-        old, ("checkpoints", "text_encoders", "latent_upscale_models"), strict=True
-    ):
+    old = {
+        "unet": "checkpoints",
+        "clip": "text_encoders",
+        "upscale_models": "latent_upscale_models",
+    }
+    for name, new in old.items():
         (comfy / "models" / new).rename(comfy / "models" / name)
     assert len(open_checkpoint(comfy).sources) == 7
 

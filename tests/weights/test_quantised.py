@@ -277,47 +277,41 @@ def test_the_rotation_is_its_own_inverse():
     assert set(np.abs(rotation(256)).ravel()) == {1 / 16}
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "says"),
-    [
-        ("float8", {"weight_scale": np.ones(3, np.float32)},
-         r"weight_scale is float32 \[3\], expected one number or"),
-        ("float8", {"weight_zero_point": np.ones(1)}, "companion weight_zero_point is not read"),
-        ("float8 cast", {"weight_quant_map": np.ones(1)}, "companion weight_quant_map is not read"),
-        ("float8 cast", {"weight": np.full((7, 48), 448, E4M3)}, "has no scale, which was lost"),
-        ("float8", {"comfy_quant": said()}, "expected int8 of int8_tensorwise"),
-        ("float8", {"comfy_quant": said("svdquant_w4a4")}, "'svdquant_w4a4' is not read .*mxfp8"),
-        ("float8", {"comfy_quant": said("float8_e4m3fn", zero_point=3)}, "'zero_point' of its"),
-        ("float8", {"comfy_quant": said("float8_e4m3fn", params={"a": 1})}, "key 'a' of its"),
-        ("int8", {"comfy_quant": said(convrot2=True)}, "key 'convrot2' of its int8_tensorwise"),
-        ("int8", {"comfy_quant": said(orig_shape=[5, 48])}, r"orig_shape = \[5, 48\] of a \[7, 48"),
-        ("int8", {"weight_scale": np.ones((4, 1), np.float32)}, r"expected one number or \[7, 1\]"),
-        ("int8 rotated", {"comfy_quant": said(**TURNED | {"convrot_groupsize": 24})},
-         r"comfy_quant: a rotation .*groups .* of a power of 4 .* 24"),
-        ("int8 rotated", {"comfy_quant": said(convrot="yes")}, "a rotation of other"),
-        ("int8 rotated", {"comfy_quant": said(convrot=True)}, "expected rows of groups of 256"),
-        ("int8 rotated", {"comfy_quant": said("int8_blockwise", **TURNED)}, "'convrot' of its int8_b"),
-        ("int8 rotated", {"comfy_quant": np.frombuffer(b"[1", np.uint8)}, "comfy_quant: not valid JSON"),
-        ("nvfp4", {"weight_scale": np.ones((7, 3), E4M3)}, "expected 512 scales of 8 bits in tiles"),
-        ("nvfp4", {"weight_scale_2": np.ones(2, np.float32)}, "weight_scale_2 .*expected one number"),
-        ("nvfp4", {"comfy_quant": said("nvfp4", group_size=32)}, "group_size = 32, not 16, is not"),
-        ("mxfp8", {"weight_scale": np.full((128, 4), 255, np.uint8)}, "weight_scale holds NaN"),
-        ("asym_w4a8_int8", {"weight_correction": np.ones((3, 7))}, "companion weight_correction"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("kind, change, says", [
+    ("float8", {"weight_scale": np.ones(3, np.float32)},
+     r"weight_scale is float32 \[3\], expected one number or"),
+    ("float8", {"weight_zero_point": np.ones(1)}, "companion weight_zero_point is not read"),
+    ("float8 cast", {"weight_quant_map": np.ones(1)}, "companion weight_quant_map is not read"),
+    ("float8 cast", {"weight": np.full((7, 48), 448, E4M3)}, "has no scale, which was lost"),
+    ("float8", {"comfy_quant": said()}, "expected int8 of int8_tensorwise"),
+    ("float8", {"comfy_quant": said("svdquant_w4a4")}, "'svdquant_w4a4' is not read .*mxfp8"),
+    ("float8", {"comfy_quant": said("float8_e4m3fn", zero_point=3)}, "'zero_point' of its"),
+    ("float8", {"comfy_quant": said("float8_e4m3fn", params={"a": 1})}, "key 'a' of its"),
+    ("int8", {"comfy_quant": said(convrot2=True)}, "key 'convrot2' of its int8_tensorwise"),
+    ("int8", {"comfy_quant": said(orig_shape=[5, 48])}, r"orig_shape = \[5, 48\] of a \[7, 48"),
+    ("int8", {"weight_scale": np.ones((4, 1), np.float32)}, r"expected one number or \[7, 1\]"),
+    ("int8 rotated", {"comfy_quant": said(**TURNED | {"convrot_groupsize": 24})},
+     r"comfy_quant: a rotation .*groups .* of a power of 4 .* 24"),
+    ("int8 rotated", {"comfy_quant": said(convrot="yes")}, "a rotation of other"),
+    ("int8 rotated", {"comfy_quant": said(convrot=True)}, "expected rows of groups of 256"),
+    ("int8 rotated", {"comfy_quant": said("int8_blockwise", **TURNED)}, "'convrot' of its int8_b"),
+    ("int8 rotated", {"comfy_quant": np.frombuffer(b"[1", np.uint8)}, "comfy_quant: not valid JSON"),
+    ("nvfp4", {"weight_scale": np.ones((7, 3), E4M3)}, "expected 512 scales of 8 bits in tiles"),
+    ("nvfp4", {"weight_scale_2": np.ones(2, np.float32)}, "weight_scale_2 .*expected one number"),
+    ("nvfp4", {"comfy_quant": said("nvfp4", group_size=32)}, "group_size = 32, not 16, is not"),
+    ("mxfp8", {"weight_scale": np.full((128, 4), 255, np.uint8)}, "weight_scale holds NaN"),
+    ("asym_w4a8_int8", {"weight_correction": np.ones((3, 7))}, "companion weight_correction"),
+])  # fmt: skip
 def test_what_is_not_known_of_a_matrix_is_refused(written, kind, change, says):
     arrays = stored(kind, 7, 64 if kind == "mxfp8" else 48) | change
     with refused(rf"m\.safetensors: x\b.*{says}"):
         written(arrays).read("x.weight")
 
 
-@pytest.mark.parametrize(
-    "layers",
-    [
-        {"model.diffusion_model.x": {"format": "int8_tensorwise", **TURNED}},
-        {"x": {"format": "int8_tensorwise", "params": TURNED}},  # without the tensors' prefix
-    ],
-)
+@pytest.mark.parametrize("layers", [
+    {"model.diffusion_model.x": {"format": "int8_tensorwise", **TURNED}},
+    {"x": {"format": "int8_tensorwise", "params": TURNED}},  # without the tensors' prefix
+])  # fmt: skip
 def test_a_description_in_the_header_counts_as_one_beside_the_matrix(written, layers):
     arrays, stem = stored("int8 rotated", 7, 48), "model.diffusion_model.x."
     del arrays["comfy_quant"]

@@ -63,15 +63,12 @@ def test_pieces_are_merged_by_their_scores(tmp_path, kind):
     assert tokenizer.decode(ids) == "red  red<b>é"
 
 
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (bytes(range(200)), "not a SentencePiece model"),
-        (proto()[:-3], "not a SentencePiece model"),
-        (proto(kind=1), "is no plain BPE"),
-        (field(2, field(3, 2)), "holds no pieces"),
-    ],
-)
+@pytest.mark.parametrize("data, says", [
+    (bytes(range(200)), "not a SentencePiece model"),
+    (proto()[:-3], "not a SentencePiece model"),
+    (proto(kind=1), "is no plain BPE"),
+    (field(2, field(3, 2)), "holds no pieces"),
+])  # fmt: skip
 def test_another_model_is_refused(tmp_path, data, says):
     path = tmp_path / "a.safetensors"
     write_arrays(path, {"spiece_model": np.frombuffer(data, np.uint8)})
