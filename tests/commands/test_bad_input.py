@@ -193,9 +193,7 @@ def test_images_and_noise_that_cannot_be_used(refused, tmp_path):
     picture, broken = tmp_path / "a.png", tmp_path / "cut.png"
     Image.fromarray(np.random.default_rng(0).integers(0, 255, (40, 40, 3), np.uint8)).save(picture)
     broken.write_bytes(picture.read_bytes()[:900])
-    assert "frames 0 to 8" in refused("--image", f"{picture}:9")
     assert "no readable image" in refused("--image", f"{broken}:0")
-    assert "does not exist" in refused("--image", f"{tmp_path}/gone.png:0")
     write_arrays(tmp_path / "n.safetensors", {"stage1.video": np.zeros((1, 3, 128), np.float32)})
     assert "stage1.video" in refused("--noise-in", tmp_path / "n.safetensors")
     one = ("--pipeline", "one-stage", "--noise-in", tmp_path / "n.safetensors")

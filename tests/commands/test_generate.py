@@ -67,13 +67,10 @@ def assert_bitwise(found, expected, of=""):
 
 
 def streams(path):
-    """(video seconds, audio seconds or None, frame rate, comment) of a file."""
+    """(seconds of the video, how many streams of sound, comment or None) of a file."""
     with av.open(str(path)) as container:
-        comment = container.metadata.get("comment")
-        video, sound = container.streams.video[0], next(iter(container.streams.audio), None)
-        rate, frames = video.average_rate, video.frames
-        seconds = None if sound is None else float(sound.duration * sound.time_base)
-    return float(frames / rate), seconds, rate, comment
+        (video,), comment = container.streams.video, container.metadata.get("comment")
+        return float(video.frames / video.average_rate), len(container.streams.audio), comment
 
 
 def test_a_run_imports_nothing_of_training_instruments_or_estimates(model, tmp_path):
@@ -138,7 +135,7 @@ def test_report_messages_and_settings_in_the_clip(base, model):
     assert "stage2, distilled: merged 130/130 modules" in base.stderr and "seed 7" in base.stderr
     assert str(base.clip) in base.stdout and "seed 7" in base.stdout
     assert base.stdout.count("\n") == 1
-    comment = json.loads(streams(base.clip)[3])
+    comment = json.loads(streams(base.clip)[2])
     assert comment["prompt"] == "a robot dancing" and comment["seed"] == 7
     assert comment["model"]["generation"] == "2.3"
     assert {"ltx2rt", "torch"} <= comment["versions"].keys()
@@ -149,8 +146,8 @@ def test_report_messages_and_settings_in_the_clip(base, model):
 
 def test_no_metadata_and_no_audio_leave_both_out(run, base):
     silent = run("--no-metadata")
-    video, sound, _, comment = streams(silent.clip)
-    assert comment is None and sound is None and video == 17 / 48
+    video, sound, comment = streams(silent.clip)
+    assert comment is None and sound == 0 and video == 17 / 48
     assert "waveform" not in silent.latents
     assert_bitwise(silent, base)
 
@@ -171,17 +168,6 @@ def test_frames_and_sound_of_their_own_files(run, base, tmp_path):
         assert "comment" in container.metadata
 
 
-def test_a_run_that_fails_in_the_end_removes_only_its_own(generate, model, tmp_path, monkeypatch):
-    def full(*_):
-        (tmp_path / "17.png").touch()  # another run's
-        raise OSError(28, "the disk is full")
-
-    monkeypatch.setattr("ltx2rt.run.write.write_report", full)
-    words = ("--seed", 7, "--no-audio", "--output", tmp_path / "%d.png")
-    assert generate("cuda", model, *words).status == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["17.png"]
-
-
 def test_latents_alone_are_made_without_decoding(command, model, tmp_path):
     latents, report = tmp_path / "latents.safetensors", tmp_path / "report.json"
     words = (
@@ -192,14 +178,6 @@ def test_latents_alone_are_made_without_decoding(command, model, tmp_path):
     assert status == 0 and out.startswith(f"{latents}: "), err
     assert "decode" not in [stage["name"] for stage in json.loads(report.read_text())["stages"]]
     assert {path.name for path in tmp_path.iterdir()} == {"latents.safetensors", "report.json"}
-
-
-def test_ntsc_rate_is_exact_and_sound_lasts_as_long(run):
-    found = run("--fps", "23.976", *QUICK, sound=True)
-    video, sound, rate, _ = streams(found.clip)
-    assert (rate.numerator, rate.denominator) == (24000, 1001)
-    assert video == pytest.approx(9 * 1001 / 24000, abs=1e-9)
-    assert abs(sound - video) <= 1024 / 48000  # one AAC frame
 
 
 def test_same_seed_same_run_whatever_ran_before(base, run):

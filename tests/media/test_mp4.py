@@ -1,6 +1,5 @@
 """The written file plays what was given, exactly as long, or does not exist."""
 
-import json
 import subprocess
 import sys
 from fractions import Fraction
@@ -90,15 +89,6 @@ def test_flat_colours_return_within_two_levels(tmp_path):
         pictures, _ = decode(tmp_path / "a.mp4")
         # 8-bit limited-range YUV has steps of 1.2 levels in each plane
         assert np.abs(pictures.astype(int) - to_rgb8(frames)).max() <= 3, colour
-
-
-def test_the_comment_is_json_and_may_be_left_out(tmp_path):
-    comment = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}
-    for name, value in (("a.mp4", comment), ("b.mp4", None)):
-        write_mp4(tmp_path / name, [clip()], num_frames=17, fps=Fraction(24), comment=value)
-    with av.open(str(tmp_path / "a.mp4")) as a, av.open(str(tmp_path / "b.mp4")) as b:
-        assert json.loads(a.metadata["comment"]) == comment
-        assert "comment" not in b.metadata
 
 
 @pytest.mark.parametrize("given_s", [0.1, 0.5, 2.0])

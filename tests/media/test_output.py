@@ -38,7 +38,9 @@ def decoded(path):
 
 
 @pytest.mark.parametrize("rate", [24000, 48000])
-@pytest.mark.parametrize("name, codecs", [("a.mov", "h264 aac"), ("a.WEBM", "vp9 opus")])
+@pytest.mark.parametrize("name, codecs", [
+    ("a.mp4", "h264 aac"), ("a.mov", "h264 aac"), ("a.WEBM", "vp9 opus"),
+])  # fmt: skip
 def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, codecs, rate):
     path = tmp_path / name
     write(path, waveform=tone(1, rate), sample_rate=rate)

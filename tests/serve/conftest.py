@@ -56,20 +56,8 @@ def server(tiny_model, tmp_path_factory):
     make_checkpoint("tiny-2.3", "official", root / "other", seed=1)
     (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
     (loras / "loop.safetensors").symlink_to(loras / "loop.safetensors")
-    flags = [
-        "--loras",
-        loras,
-        "--replicas",
-        2,
-        "--max-work",
-        5,
-        "--keep",
-        "7d",
-        "--served-name",
-        "sora-2",
-        "tiny",
-    ]
-    made = Server(tiny_model, root / "data", *flags, env={"FAKE_MEMORY": str(6 * 10**8)})
+    flags = "--replicas 2 --max-work 5 --keep 7d --served-name sora-2 tiny --loras".split()
+    made = Server(tiny_model, root / "data", *flags, loras, env={"FAKE_MEMORY": str(6 * 10**8)})
     yield made
     made.kill()
 

@@ -48,8 +48,6 @@ def main() -> None:
         print(json.dumps({"event": event, **facts}), flush=True)
 
     time.sleep(float(os.environ.get("FAKE_START_S", "0")))
-    if "FAKE_REFUSES" in os.environ:
-        sys.exit(2)
     memory = int(os.environ.get("FAKE_MEMORY", str(10**15)))
     tell("ready", device={"kind": "cpu", "name": "fake", "total_bytes": memory, "free_bytes": memory,
                           "count": 1, "hosts": 1, "reserve_bytes": 0}, mesh={})  # fmt: skip

@@ -1,7 +1,7 @@
 """`ltx2rt` in a process of its own, whose workers are `fake_replica.py`.
 
-FAKE_OPENED: a file that is told what files it opens. FAKE_CLOCK: a file that says by how many
-seconds its clock is wrong. FAKE_DISK: while this file exists, no write reaches the disk.
+FAKE_OPENED: a file that is told what files it opens. FAKE_DISK: while this file exists, no write
+reaches the disk.
 """
 
 import os
@@ -23,10 +23,6 @@ def line_of(name):
 if told := os.environ.get("FAKE_OPENED"):
     log = os.open(told, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.addaudithook(lambda event, args: event == "open" and os.write(log, line_of(args[0])))
-
-if clock := os.environ.get("FAKE_CLOCK"):
-    right = time.time
-    time.time = lambda: right() + float(Path(clock).read_text())
 
 if disk := os.environ.get("FAKE_DISK"):
     fsync = os.fsync

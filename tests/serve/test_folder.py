@@ -120,14 +120,6 @@ def test_files_of_a_server_without_their_queue_are_refused(folder, left):
     folder.require_queue()
 
 
-def test_a_folder_of_a_batch_goes_when_it_is_done(tmp_path):
-    folder = Folder(tmp_path / ".results")
-    folder.keep_input(b"1")
-    made(folder, f"{new_id()}.1")
-    folder.remove_folder()
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_clip_whose_report_is_gone_or_damaged_is_not_done(folder):
     job = SimpleNamespace(stem=f"{new_id()}.1", job={})
     assert folder.published(job) is None

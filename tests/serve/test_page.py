@@ -18,8 +18,6 @@ playwright = pytest.importorskip("playwright.sync_api", reason="playwright is no
 pytestmark = pytest.mark.skipif(
     BROWSER is None, reason="there is no chromium here that plays H.264 and AAC"
 )
-# a folder: the tests leave their pictures of the page there
-PICTURES = os.environ.get("LTX2RT_PICTURES")
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +42,6 @@ def page(browser):
     yield opened
     opened.close()
     assert not errors
-
-
-def picture(page, name):
-    if PICTURES:
-        page.evaluate("scrollTo(0, 0)")
-        page.screenshot(path=str(Path(PICTURES) / f"{name}.png"))
 
 
 def until(page, condition):
@@ -122,7 +114,6 @@ def test_a_video_from_the_prompt_to_its_sound(start, page):
         return [v.videoWidth, v.duration, v.webkitAudioDecodedByteCount > 0, v.error]; }""")
     assert seen[0] == 64 and seen[1] == pytest.approx(0.375, abs=0.05) and seen[2:] == [True, None]
     assert "onerror" in page.inner_text("#jobs .text") and page.locator("#jobs img").count() == 1
-    picture(page, "page")
     page.fill("[data-field=seed]", "")
     row = page.locator("#jobs li")
     act(row, "Use these settings")
@@ -152,7 +143,6 @@ def test_a_clip_in_segments_plays_while_it_is_made(start, page):
         assert server.get(job["id"])["status"] == "in_progress"
         assert page.evaluate("document.querySelector('#result video').src.startsWith('blob:')")
         page.locator("#jobs .bars button", has_text="1: a red fox").first.wait_for()
-        picture(page, "stream")
     finally:
         for pid in workers:
             os.kill(pid, signal.SIGCONT)
@@ -235,7 +225,6 @@ def test_a_task_has_in_front_what_it_needs(server, page, width):
         grouped = page.locator("#groups [data-field]").count()
         assert grouped > 5 and page.locator("#groups details[open]").count() == 0
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        picture(page, f"{width}-{about['task']}")
 
 
 def test_a_part_has_two_handles_and_a_region_is_drawn(server, page, tmp_path):
@@ -384,7 +373,6 @@ def test_a_server_that_comes_back_is_found_again(start, page):
     port = server.url.rpartition(":")[2]
     server.kill()
     page.wait_for_selector("#banner:not([hidden])")
-    picture(page, "no-connection")
     start("--port", port)
     page.wait_for_selector("#banner", state="hidden")
     page.wait_for_selector("text=Watch", timeout=60_000)
@@ -409,8 +397,6 @@ def test_a_narrow_page_with_many_jobs_and_a_label_for_everything(server, page):
     assert not unnamed
     assert page.evaluate("document.documentElement.lang") == "en"
     assert page.locator("[aria-live=polite]").count() == 1
-    if PICTURES:
-        page.screenshot(path=str(Path(PICTURES) / "narrow.png"))
 
 
 CONTRASTS = """() => {
@@ -460,7 +446,6 @@ def test_what_a_person_expects_of_a_form_and_a_list(server, page, images):
     until(page, f"{sources}.length === 2")
     assert page.locator("#result video:visible").count() == 2
     assert "second" in page.inner_text("#compared span")
-    picture(page, "compared")
     page.click("#compared button")
     assert page.locator("#result video:visible").count() == 1
     page.fill("#search", "SEARCHED")
