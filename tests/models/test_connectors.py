@@ -1,6 +1,7 @@
 """Feature extraction and connectors of both generations against diffusers."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig
 from ltx2rt.models import connectors, gemma, text_encoder
 from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.configs.transformer import diffusers_text_json
 from ltx2rt.weights.names import to_official
 from tests.conftest import assert_near, refused
 
@@ -37,20 +39,8 @@ CONFIGS = {"2.0": text_config(False), "2.3": text_config(True)}
 def build(generation: str, dtype: torch.dtype = torch.float32) -> LTX2TextConnectors:
     """diffusers' module with weights representable in bfloat16, every one of them drawn."""
     config = CONFIGS[generation]
-    sizes = {}
-    for modality, c in (("video", config.video), ("audio", config.audio)):
-        own = {
-            "connector_num_attention_heads": c.num_heads, "connector_attention_head_dim": c.head_dim,
-            "connector_num_layers": c.num_layers, "connector_num_learnable_registers": c.num_registers,
-            "gated_attn": c.gated_attention, "hidden_dim": c.width,
-        }  # fmt: skip
-        sizes |= {f"{modality}_{name}": size for name, size in own.items()}
-    module = LTX2TextConnectors(
-        **sizes, caption_channels=HIDDEN, text_proj_in_factor=STATES,
-        connector_rope_base_seq_len=config.rope_max_pos, rope_theta=config.rope_theta,
-        rope_double_precision=True, rope_type="split", per_modality_projections=config.per_token_norm,
-        proj_bias=config.projection_bias,
-    ).eval()  # fmt: skip
+    widths = SimpleNamespace(width=config.video.width, audio_width=config.audio.width)
+    module = LTX2TextConnectors.from_config(diffusers_text_json(config, widths)).eval()
     generator = torch.Generator().manual_seed(3)
     for name, p in sorted(module.named_parameters()):
         r = torch.randn(p.shape, generator=generator)

@@ -3,7 +3,6 @@
 import copy
 from dataclasses import replace
 from functools import cache
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -16,7 +15,9 @@ from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.placement.cost import activation_bytes, flops
 from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.audit import audit
+from ltx2rt.weights.configs.diffusion_decoder import diffusers_json
 from ltx2rt.weights.names import QKV, to_diffusers
+from ltx2rt.weights.presets import preset
 from tests.conftest import normal, refused
 
 # Of its attention diffusers' module has a slow form alone that runs on a CPU, and says so.
@@ -28,11 +29,7 @@ CONFIG = DiffusionDecoderConfig(
     depths=(1, 2, 1, 2, 3), windows=((3, 3, 3), (3, 3, 3), (3, 3, 5), (3, 5, 3), (5, 3, 7)),
     strides=((1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 2, 2)), timestep_width=24, timestep_scale=1000.0,
 )  # fmt: skip
-RELEASED = DiffusionDecoderConfig(
-    latent_channels=128, patch_size=4, head_dim=64, channels=(2048, 1024, 512, 512, 256),
-    depths=(4, 6, 4, 2, 8), windows=((3, 7, 7), (3, 7, 7), (3, 5, 5), (3, 5, 5), (11, 11, 11)),
-    strides=((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2)), timestep_width=384, timestep_scale=1000.0,
-)  # fmt: skip
+RELEASED = preset("ltx-2.5").config.part("diffusion_decoder")
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")
 
 
@@ -46,15 +43,7 @@ def both_graphs(grid, border, dtype="float32") -> list[Graph]:
 @cache
 def reference() -> tuple[LTX2VideoDiffusionDecoderModel, dict[str, np.ndarray]]:
     """diffusers' module and its parameters under official names, all random."""
-    c = CONFIG
-    model = LTX2VideoDiffusionDecoderModel(
-        latent_channels=c.latent_channels, patch_size=c.patch_size, decoder_head_dim=c.head_dim,
-        decoder_stage_channels=c.channels, decoder_stage_depths=c.depths,
-        decoder_stage_kernels=c.windows[:-1], decoder_upsample_strides=c.strides,
-        decoder_upsample_channel_reductions=tuple(a // b for a, b in pairwise(c.channels)),
-        decoder_stage5_kernel=c.windows[-1], decoder_t_emb_dim=c.timestep_width,
-        decoder_timestep_scale_multiplier=c.timestep_scale,
-    ).eval()  # fmt: skip
+    model = LTX2VideoDiffusionDecoderModel.from_config(diffusers_json(CONFIG)).eval()
     first, second = both_graphs((3, 3, 3), "plain")
     params = random_params(first, seed=1) | random_params(second, seed=2)
     params[STATISTICS[1]] = 0.5 + np.abs(params[STATISTICS[1]])

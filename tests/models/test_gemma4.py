@@ -7,10 +7,10 @@ import pytest
 import torch
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
-from ltx2rt.config import Gemma4Config
 from ltx2rt.models import gemma, gemma4
 from ltx2rt.testing import relative_l2
 from ltx2rt.weights import configs
+from ltx2rt.weights.presets import preset
 from tests.conftest import refused
 from tests.models.gemma_cases import MASK, reference, states_of
 
@@ -98,10 +98,7 @@ def test_each_known_mistake_shows_in_this_model(expected, mistake):
     assert relative_l2(reference(wrong)[MASK == 1], expected[MASK == 1]) > 0.01
 
 
-RELEASED = Gemma4Config(
-    262144, 3840, 48, 16, 8, 256, 15360, tuple(i % 6 != 5 for i in range(48)), 1024, 1e6, 1e4, 1e-6,
-    0, 1, 2, 1, 512, 0.25, (258880, 258881, 258884),
-)  # fmt: skip
+RELEASED = preset("ltx-2.5").config.gemma
 
 
 def test_full_size_has_666_tensors_in_stacks_of_8():

@@ -19,25 +19,12 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import video_vae
 from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.configs.video_vae import diffusers_json
 from ltx2rt.weights.names import to_diffusers
 from tests.conftest import normal
 
 KINDS = ["numpy", "cuda", "tpu"]
 SPACE, TIME, ALL = (1, 2, 2), (2, 1, 1), (2, 2, 2)
-DIFFUSERS = {
-    "2.0": dict(block_out_channels=(16, 32, 64, 128), layers_per_block=(1, 2, 1, 1, 1),
-                decoder_block_out_channels=(16, 32, 64), decoder_layers_per_block=(1, 1, 2, 1),
-                decoder_spatio_temporal_scaling=(True,) * 3, decoder_inject_noise=(False,) * 4,
-                upsample_type=("spatiotemporal",) * 3, upsample_residual=(True,) * 3,
-                upsample_factor=(2, 2, 2), decoder_spatial_padding_mode="reflect"),
-    "2.3": dict(block_out_channels=(16, 32, 64, 64), layers_per_block=(1, 1, 1, 2, 1),
-                decoder_block_out_channels=(16, 32, 32, 64),
-                decoder_layers_per_block=(1, 1, 1, 2, 1),
-                decoder_spatio_temporal_scaling=(True,) * 4, decoder_inject_noise=(False,) * 5,
-                upsample_type=("spatiotemporal", "spatiotemporal", "temporal", "spatial"),
-                upsample_residual=(False,) * 4, upsample_factor=(2, 2, 1, 2),
-                decoder_spatial_padding_mode="zeros"),
-}  # fmt: skip
 
 
 def chain(start, layers, samples, residual=False):
@@ -72,14 +59,7 @@ STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_stati
 @cache
 def reference(version: str) -> tuple[AutoencoderKLLTX2Video, dict[str, np.ndarray]]:
     """diffusers' module and its parameters under official names, all random."""
-    model = AutoencoderKLLTX2Video(
-        latent_channels=16,
-        downsample_type=("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
-        encoder_causal=True,
-        decoder_causal=False,
-        encoder_spatial_padding_mode="zeros",
-        **DIFFUSERS[version],
-    ).eval()
+    model = AutoencoderKLLTX2Video.from_config(diffusers_json(OURS[version])).eval()
     params = random_params(video_vae.trace_decoder(OURS[version], 1, 1, 2, 2, "float32"), seed=1)
     encoder = video_vae.trace_encoder(OURS[version], 1, 1, 64, 64, "float32")
     params |= random_params(encoder, seed=2)

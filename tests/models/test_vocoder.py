@@ -21,6 +21,7 @@ from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import vocoder
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.testing import random_params, relative_l2, run_graph
+from ltx2rt.weights.configs.audio import diffusers_vocoder_json
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
 from tests.conftest import normal
@@ -45,25 +46,16 @@ CONFIGS = {
                          generator(16, (6, 4), (12, 8), "snakebeta", "none"), stft_size=32,
                          stft_hop=8, stft_mels=4, input_sample_rate=1000, sample_rate=3000),
 }  # fmt: skip
-SIZES = dict(
-    in_channels=8, hidden_channels=16, upsample_factors=[5, 2], upsample_kernel_sizes=[15, 4],
-    resnet_kernel_sizes=[3, 7], resnet_dilations=[list(d) for d in DILATIONS],
-)  # fmt: skip
 
 
 @cache
 def reference(version: str) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     """diffusers' module and its parameters under official names, random filters too."""
+    sizes = diffusers_vocoder_json(CONFIGS[version])
     if version == "2.0":
-        model = LTX2Vocoder(**SIZES)
-    else:
-        sizes = SIZES | {"upsample_kernel_sizes": [11, 4]}
-        bwe = sizes | {"upsample_factors": [6, 4], "upsample_kernel_sizes": [12, 8]}
-        sizes |= {f"bwe_{k}": v for k, v in bwe.items()}
-        model = LTX2VocoderWithBWE(  # "clamp": the official rule, whatever a diffusers config says
-            **sizes, final_act_fn="clamp", filter_length=32, hop_length=8, window_length=32,
-            num_mel_channels=4, input_sampling_rate=1000, output_sampling_rate=3000,
-        )  # fmt: skip
+        model = LTX2Vocoder.from_config(sizes)
+    else:  # "clamp": the official rule, whatever a diffusers config says
+        model = LTX2VocoderWithBWE.from_config(sizes | {"final_act_fn": "clamp"})
         # Its padding to whole hops reads an attribute that it never sets.
         model.hop_length = 8
     params = random_params(vocoder.trace(CONFIGS[version], 1, 1, "float32"))
