@@ -68,30 +68,20 @@ CHANGED = ("video-encoder", "audio-encoder", *BEGIN[:1], *BEGIN[2:], "video-deco
 GIVEN, FOLLOWED = ("--video-path", "FILM"), ("--video-conditioning", "FILM", "--lora", "LORA")
 # flags, in which FILM is a clip and LORA a LoRA, and what is compiled in the order of the run
 PIPELINES = {
-    "two-stage": ((), GUIDED),
-    "distilled": ((), GUIDED),
+    "two-stage": ((), GUIDED), "distilled": ((), GUIDED), "hq": ((), GUIDED), "keyframes": ((), GUIDED),
     "one-stage": ((), (*BEGIN, *DECODED)),
-    "hq": ((), GUIDED),
-    "keyframes": ((), GUIDED),
     "a2v": (("--audio-path", "FILM"), ("audio-encoder", *BEGIN, "upsampler", "video-decoder")),
-    "retake": (
-        (*GIVEN, "--start-time", 0.2, "--end-time", 0.5, "--guided"),
-        ("video-encoder", "audio-encoder", "text-encoder", *BEGIN[2:], *DECODED),
-    ),
+    "retake": ((*GIVEN, "--start-time", 0.2, "--end-time", 0.5, "--guided"), (*CHANGED[:-1], *DECODED)),
     "v2v": ((*GIVEN, "--noise-level", 0.5), CHANGED),
     "extend": ((*GIVEN, "--extend-frames", 8, "--overlap", 9), ("audio-encoder", *BEGIN, *DECODED)),
-    "dubit": (
-        (*GIVEN, "--lora", "LORA"),
-        (*BEGIN[:2], "audio-encoder", *BEGIN[2:], "upsampler", *DECODED),
-    ),
+    "dubit": ((*GIVEN, "--lora", "LORA"), (*BEGIN[:2], "audio-encoder", *BEGIN[2:], "upsampler", *DECODED)),
     "hdr-ic-lora": ((*GIVEN, "--lora", "LORA"), (*BEGIN, "upsampler", DECODED[-1])),
     "inpaint": ((*GIVEN, "--pad", "32,0,0,0"), CHANGED),
     "ic-lora": (
-        (*FOLLOWED, "--conditioning-attention-strength", "0.5", "--skip-stage-2"),
-        (*BEGIN, *DECODED),
+        (*FOLLOWED, "--conditioning-attention-strength", "0.5", "--skip-stage-2"), (*BEGIN, *DECODED),
     ),
     "t2a": (("--duration", 1), ("text-encoder", *BEGIN[2:], *DECODED[:2])),
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -126,12 +116,8 @@ def test_every_pipeline_is_compiled(name, words):
     assert ("audio_latent" in inputs) == (name not in ("a2v", "v2v", "inpaint", "hdr-ic-lora"))
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
     unguided = "distilled extend v2v dubit hdr-ic-lora ic-lora inpaint".split()
-    expected = {key: {1} for key in unguided} | {
-        "retake": {4},
-        "one-stage": {4},
-        "t2a": {3},
-        "hq": {1, 3},
-    }
+    expected = {"retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}
+    expected |= {key: {1} for key in unguided}
     assert steps == expected.get(name, {1, 4})
 
 

@@ -50,6 +50,12 @@ class Worker:
         stem = str(folder / f"j{number}.{epoch}")
         self.send(do="run", id=f"j{number}", epoch=epoch, stem=stem, **job)
 
+    def end(self):
+        """Close its input: it ends as it should."""
+        self.process.stdin.close()
+        assert self.process.wait(20) == 0
+        self.process.stdout.close(), self.process.stderr.close()
+
     def events(self, *last):
         """Events up to the first of a kind in `last`."""
         seen = []
@@ -93,10 +99,8 @@ def test_a_worker_makes_the_clips_of_the_command_line_until_its_input_ends(tiny,
     assert worker.events("cancelled", "done")[-1]["event"] == "cancelled"
     worker.run(tmp_path, 4, num_frames=0)
     assert "--num-frames: 0" in worker.events("failed")[-1]["message"]
-    worker.process.stdin.close()
-    assert worker.process.wait(20) == 0
+    worker.end()
     assert not list(tmp_path.glob("j3*")) + list(tmp_path.glob(".*"))
-    worker.process.stdout.close(), worker.process.stderr.close()
 
 
 def test_a_replica_has_the_room_of_what_it_may_let_go():
@@ -142,9 +146,8 @@ def test_a_hundred_cancels_leave_nothing_and_change_nothing(tiny, tmp_path, back
     print(f"at most {max(seconds):.2f} s; two steps and {np.median(beyond):+.3f} s")
     assert len(after) > number / 2 and sorted(after)[len(after) // 2] <= 2
     assert np.median(beyond) < 0.5  # what is promised of each, where nothing else runs
-    worker.process.stdin.close()
-    assert worker.process.wait(20) == 0 and not list(tmp_path.glob(".*"))
-    worker.process.stdout.close(), worker.process.stderr.close()
+    worker.end()
+    assert not list(tmp_path.glob(".*"))
 
 
 @pytest.fixture(scope="module")
