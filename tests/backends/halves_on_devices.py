@@ -1,8 +1,7 @@
 """Run by test_programs on four virtual devices: python halves_on_devices.py [MODEL BRANCHES]
 
-With a model it runs the loop as it is here and as it is on a v6e, and prints how far apart the
-latents are, and how many exchanges of each kind were traced. Without: whether exchanges are bit for
-bit what they are by permutations.
+With a model it prints how far apart latents of the loop here and on a v6e are, and how many
+exchanges of each kind were traced; without, whether exchanges are permutations bit for bit.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""A small denoise loop on either backend, and what tests of programs do with it. Imports neither
-torch nor jax."""
+"""A small denoise loop on either backend, and its runs. Imports neither torch nor jax."""
 
 import functools
 

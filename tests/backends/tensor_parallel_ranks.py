@@ -1,9 +1,5 @@
-"""Runs the placed cases on torch ranks over gloo, or on JAX host devices; not a test, started by
-one as a process.
-
-    python tensor_parallel_ranks.py cuda FOLDER      every world size in turn, its ranks forked from
-    this process python tensor_parallel_ranks.py tpu FOLDER       needs
-    XLA_FLAGS=--xla_force_host_platform_device_count=6
+"""Runs the placed cases on torch ranks over gloo, forked for every world size in turn, or on 6 JAX
+host devices, as a process of a test: python tensor_parallel_ranks.py KIND FOLDER
 
 FOLDER holds what `write_inputs` writes. Written there: what each run gave,
 `{kind}-{devices}-{run}.npz`, what every rank of torch did, `cuda-{devices}-rank{i}.json`, and what
@@ -156,8 +152,8 @@ def requested_bytes(backend: Any, devices: int, folder: Path) -> dict[str, int]:
 
 
 def shared_calls(backend: Any) -> dict[str, Any]:
-    """Ten calls shared by the ranks: stopped by their reader, stopped by a call on which all agree,
-    then whole. Returns how many were taken until each end, and what the main process got at last."""
+    """How many of ten shared calls a reader and a call on which all agree let through, and the
+    results of whole ones in the main process."""
     program, taken, found = backend.lower(double()), [], []
 
     def calls(until: int = 10):

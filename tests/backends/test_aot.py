@@ -1,5 +1,4 @@
-"""Programs as the TPU compiler leaves them communicate what their placed graphs say, and nothing
-else."""
+"""Programs as the TPU compiler leaves them communicate what their placed graphs say."""
 
 from dataclasses import replace
 from importlib.util import find_spec

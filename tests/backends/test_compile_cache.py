@@ -1,5 +1,4 @@
-"""A process starts from what an earlier one compiled; what it cannot use is said, replaced and
-never run."""
+"""A process starts from what an earlier one compiled, and says and replaces what it cannot use."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""What the real TPU compiler makes of full-width networks, reduced in depth. Compiled, nothing is
-run."""
+"""What the real TPU compiler makes of full-width, shallow networks. Nothing is run."""
 
 import json
 import os

@@ -1,5 +1,4 @@
-"""The time of a compiled program by its code: bundles times windows, exchanges in order, overlap
-where there is one."""
+"""The time of a compiled program by its code: bundles times windows, exchanges, overlap."""
 
 import pytest
 from ltx2rt_tpu.cycles import FLOP_PER_CYCLE, bundles, times

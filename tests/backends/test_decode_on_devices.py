@@ -1,8 +1,5 @@
-"""The decoder on several devices: each decodes its own latents, with whole weights, and nothing
-communicates.
-
-Run as a script, on virtual devices, it prints what the tests look at.
-"""
+"""Each device decodes its own latents with whole weights, and nothing communicates. Run as a
+script, on virtual devices, it prints what the tests look at."""
 
 import json
 import re

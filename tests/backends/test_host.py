@@ -1,5 +1,4 @@
-"""The host's memory: weights in it without a GPU, what lies where, and that nothing is lost; what a
-CPU reuses."""
+"""The host's memory: weights in it without a GPU, none of which is lost; what a CPU reuses."""
 
 import ctypes
 import os

@@ -1,5 +1,4 @@
-"""JAX: a text encoder whose layers come from the host's memory one by one is the one whose layers
-are all on the device."""
+"""JAX: a text encoder with layers that come from the host one by one is the resident one."""
 
 import json
 import sys
@@ -58,8 +57,7 @@ def params_of(graph: Graph) -> dict[str, np.ndarray]:
 
 
 def ways(graph: Graph, mesh: dict[str, int] | None = None) -> list[dict[str, np.ndarray]]:
-    """All layers on the device, all in the host's memory, and all in the file, after they were
-    parked."""
+    """All layers on the device, all on the host, and all in the file, after they were parked."""
     backend, source = get_backend("tpu", "cpu", mesh or {}), ArraySource(params_of(graph))
     from_host, found = {"streamed": frozenset(stream.pieces(graph))}, []
     from_file = from_host | {"road": "file"}

@@ -1,5 +1,4 @@
-"""Networks as modules of other people's programs: `ltx2rt_cuda.as_module` and
-`ltx2rt_tpu.as_nnx`."""
+"""Networks as modules of other programs: `ltx2rt_cuda.as_module`, `ltx2rt_tpu.as_nnx`."""
 
 import copy
 import json

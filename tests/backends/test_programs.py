@@ -1,5 +1,4 @@
-"""Programs of both backends: the denoise loop, what compiles and what does not, scan against
-unrolled, isolation."""
+"""Programs of both backends: the denoise loop, what compiles, scan against unrolled, isolation."""
 
 import functools
 import json
@@ -145,8 +144,7 @@ def test_guidance_sigmas_and_number_of_steps_compile_nothing_in_jax(xla_compilat
 
 @pytest.fixture
 def ahead():
-    """A backend, a loop with its weights, and an assembled and a plain program of no weights, each
-    with its inputs."""
+    """A backend; a loop, and an assembled and a plain program without weights, with their inputs."""
     backend, loop, weights = fresh("tpu")
     assembled = functools.partial(Assembled, place=backend.place)
     calls = {

@@ -1,5 +1,4 @@
-"""Steps recorded as CUDA graphs, and results that are fetched while a GPU goes on: each test needs
-a GPU, none JAX."""
+"""Steps recorded as CUDA graphs, results fetched while a GPU goes on: each test needs a GPU."""
 
 import subprocess
 import sys

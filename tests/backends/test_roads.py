@@ -1,5 +1,4 @@
-"""Streamed weights that the host's memory has no room for: they are read from their file, or from
-one for the time being, and a file that changes meanwhile is noticed."""
+"""Streamed weights beyond the host's memory are read from files, changes of which are noticed."""
 
 import os
 import resource

@@ -1,8 +1,5 @@
 """Ranks of both backends give what one device gives, communicate what the plan says, and load their
-slices only.
-
-One fleet of processes per backend serves every test here; see `tensor_parallel_ranks`.
-"""
+slices only. One fleet per backend, of `tensor_parallel_ranks`, serves every test."""
 
 import json
 import os
@@ -107,8 +104,7 @@ def runs(kind: str, *dtypes: str) -> list:
     pytest.param(kind, *p.values, id=f"{kind}-{p.id}") for kind in KINDS for p in runs(kind, "float32")
 ])  # fmt: skip
 def test_ranks_equal_one_device(kind, run, devices, request):
-    """12 heads on 3 ranks among them, merged LoRAs, and at 4 ranks heads that stay whole; JAX's
-    devices under `shard_map`."""
+    """12 heads on 3 ranks among them, merged LoRAs, heads that stay whole; JAX under `shard_map`."""
     folder = request.getfixturevalue(KINDS[kind])
     actual, expected = saved(folder, kind, devices, run), alone(run, folder)
     assert max(distance(actual, expected).values()) <= CLOSE
@@ -118,9 +114,8 @@ def test_ranks_equal_one_device(kind, run, devices, request):
 
 
 def test_torch_ranks_in_bfloat16_err_as_one_device_does(torch_ranks):
-    """Against float32. Tiny networks have few values to average over, so single errors scatter: the
-    contract's factor 2 holds for each, and on average they are one device's own, plus what the
-    roundings of partial sums add."""
+    """Against float32. Single errors of tiny networks scatter: the contract's factor 2 holds for
+    each; their average has one device's own, plus the roundings of partial sums."""
     ratios = []
     for run, devices in (p.values for p in runs("cuda", "bfloat16")):
         exact = alone(Run(run.name, "float32", run.lora), torch_ranks)

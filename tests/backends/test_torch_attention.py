@@ -1,5 +1,4 @@
-"""Attention kernels are refused for a reason, and torch's ones compute the same in our order of
-preference."""
+"""Attention kernels are refused for a reason; torch's compute the same in our order."""
 
 import ltx2rt_cuda.device.attention
 import pytest

@@ -1,5 +1,4 @@
-"""A device that is neither a GPU nor this processor: its work is queued, recorded and counted, and
-it computes where PyTorch computes on a CPU."""
+"""A device that is neither a GPU nor this processor, which queues, records and counts its work."""
 
 import re
 from collections import Counter

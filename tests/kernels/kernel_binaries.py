@@ -1,8 +1,7 @@
 """Every kernel as it would be launched for LTX-2.3 at full size, compiled for sm_90 without a GPU.
 
 Prints {launch: {"registers", "spilled_bytes", "loads", "narrow_loads"}}; argument: a pattern of the
-launches' names (default: all of them). The operands are on torch's meta device: shapes and strides,
-no data.
+launches' names (default: all of them). The operands are on torch's meta device.
 """
 
 from __future__ import annotations

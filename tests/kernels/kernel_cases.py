@@ -1,9 +1,8 @@
 """Every kernel on fresh random operands of odd sizes: python kernel_cases.py DEVICE prints {case:
 relative errors}.
 
-A process of its own: TRITON_INTERPRET must be set before triton is imported. Results are allocated
-full of NaN, and operands that are views have NaN all around them, so what a kernel leaves out or
-reads too far shows.
+TRITON_INTERPRET must be set before triton is imported. Results are allocated full of NaN, and views
+have NaN around them, so what a kernel leaves out or reads too far shows.
 """
 
 from __future__ import annotations

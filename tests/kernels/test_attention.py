@@ -1,8 +1,5 @@
 """The TPU's attention kernel equals the op's definition, is chosen for a reason, and is what a TPU
-program holds.
-
-In Pallas' interpreter, on a CPU.
-"""
+program holds. In Pallas' interpreter, on a CPU."""
 
 from functools import partial
 

@@ -1,5 +1,4 @@
-"""Kernels equal their ops' definitions, are chosen for a reason, and compile for Hopper without
-spilling."""
+"""Kernels equal their ops' definitions, are chosen for a reason, and compile without spilling."""
 
 import json
 import os

@@ -1,14 +1,11 @@
-"""a2v: every step is the formula over diffusers' transformer, with the sound at timestep 0 and
-never guided."""
-
-import wave
+"""a2v: every step is the formula over diffusers, with the sound at timestep 0 and never guided."""
 
 import av
 import numpy as np
 import pytest
 
 import ltx2rt
-from ltx2rt.media.sound import read_sound
+from ltx2rt.media.sound import read_sound, write_wav
 from ltx2rt.models.geometry import pack_audio, pack_video
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.a2v import AudioToVideo
@@ -29,12 +26,8 @@ SIZE = {"width": 128, "height": 64, "num_frames": 17, "steps": 3, "seed": 5}
 def song(tmp_path):
     """A second of a chirp in two channels."""
     t = np.arange(RATE) / RATE
-    sound = np.stack(
-        [0.5 * np.sin(2 * np.pi * (300 + 400 * t) * t), 0.3 * np.cos(2 * np.pi * 200 * t)]
-    )
-    with wave.open(str(tmp_path / "song.wav"), "wb") as file:
-        file.setparams((2, 2, RATE, RATE, "NONE", ""))
-        file.writeframes((sound * 2**15).astype("<i2").T.tobytes())
+    sound = 0.5 * np.sin(2 * np.pi * (300 + 400 * t) * t), 0.3 * np.cos(2 * np.pi * 200 * t)
+    write_wav(tmp_path / "song.wav", np.stack(sound), RATE)
     return tmp_path / "song.wav"
 
 
@@ -87,9 +80,9 @@ def test_the_clip_gets_the_sound_as_it_is(song, tiny, generate):
 
 
 def test_several_videos_of_one_sound(song, tiny, generate):
-    flags = ("--pipeline", "a2v", "--audio-path", song, "--seed", 5)
+    flags = ("--pipeline", "a2v", "--audio-path", song, "--seed", 5, "--num-videos", 2)
     flags += ("--steps", 1, "--num-frames", 9)
-    found = generate("cuda", tiny("tiny-2.3", "official"), *flags, "--num-videos", 2)
+    found = generate("cuda", tiny("tiny-2.3", "official"), *flags)
     assert found.status == 0, found.stderr
     samples, _ = read_sound(song, 0.0, 9 / 48)
     np.testing.assert_array_equal(found.latents["waveform"], np.stack([samples, samples]))
@@ -132,9 +125,7 @@ def test_the_sound_decides_the_length(song, opened, more, frames, starts):
 
 
 def test_a_song_of_over_20_s_is_made_in_segments(tmp_path):
-    with wave.open(str(tmp_path / "song.wav"), "wb") as file:
-        file.setparams((1, 2, 8000, 8000, "NONE", ""))
-        file.writeframes(bytes(2 * 8000 * 21))
+    write_wav(tmp_path / "song.wav", np.zeros((2, 8000 * 21)), 8000)
     request = make_request("a2v", prompt="a fox", audio_path=tmp_path / "song.wav")
     full = request.resolved(preset("tiny-2.3").config)
     assert (full.clip_frames, [part.start for part in full.parts]) == (497, [0, 96, 192, 288, 376])

@@ -1,5 +1,4 @@
-"""Every pipeline gives the same latents on both backends, at every step. One session of each serves
-them all."""
+"""Every pipeline gives the same latents on both backends, at every step."""
 
 from dataclasses import replace
 
@@ -72,11 +71,7 @@ def test_latents_agree(sessions, images, film, name):
 
 
 def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
-    """Half as many rows, columns and frames, weighed by a number and by a mask, after an image
-    beside the clip.
-
-    Stage 2 is that of every other pipeline.
-    """
+    """Half as many rows, columns and frames, weighed by a number and a mask, after an image."""
     own = sessions["cuda"].checkpoint.distilled_lora()
     lora = lora_with(own, tmp_path / "ic.safetensors", downscale=2, stride=2)
     video, mask = movie(tmp_path / "a.mov", 17), movie(tmp_path / "mask.mov", 17, (128, 64))
@@ -120,8 +115,7 @@ def test_a_duration_is_the_frames_that_last_as_long(sessions):
 def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(
     generation, tiny, command, tmp_path
 ):
-    """The audio velocity of the whole model, cross-attention off in every block, is that of the
-    audio stream alone."""
+    """The audio velocity of the whole model without cross-attention is that of the audio stream."""
     from safetensors.numpy import load_file, save_file
 
     rng = np.random.default_rng(0)

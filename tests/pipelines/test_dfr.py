@@ -1,5 +1,4 @@
-"""DFR equals references written from its description in plain numpy: its layout, and every step of
-two rounds."""
+"""DFR equals references from its description in plain numpy: its layout, each step of two rounds."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -59,8 +58,7 @@ def expected_canvas(num_frames):
 
 
 def expected_rounds(num_frames, rounds):
-    """For each round its tiles: (first frame, last frame, latents dropped, anchors, slots), frames
-    of the canvas."""
+    """Of each round its frames and tiles (first, last, latents dropped, anchors, slots)."""
     frames, segment = expected_canvas(num_frames)
     carried = list(range(segment, frames, segment))
     for number in range(1, rounds + 1):
@@ -93,8 +91,7 @@ def stages_of(**clip):
 
 @pytest.mark.parametrize("num_frames", [9, 17, 25, 33, 41, 73, 97, 121, 185, 241, 473])
 def test_the_layout_is_the_published_one(num_frames):
-    """Canvas, windows, their lead-in, what is dropped of them, anchors and slots, and where slots
-    start from."""
+    """Canvas, windows, their lead-in, what is dropped, anchors, and slots with their starts."""
     assert canvas(num_frames) == expected_canvas(num_frames)
     stages = stages_of(num_frames=num_frames, temporal_upsample_rounds=2, fps=Fraction(24))
     for number, (frames, tiles) in enumerate(expected_rounds(num_frames, 2), 1):
@@ -169,8 +166,7 @@ def unpacked(tokens, grid):
 
 
 class Reference:
-    """A run of DFR step by step in float64; from the real one: noise, text, images' latents and
-    LoRAs."""
+    """A run of DFR in float64, with noise, text, images' latents and LoRAs of the real one."""
 
     def __init__(self, session, state, loras):
         self.session, self.state, self.loras, self.found = session, state, loras, {}
@@ -181,12 +177,8 @@ class Reference:
         return self.session.backend.to_host(found)
 
     def walk(self, name, sigmas, grid, fps, start, guides, slots, audio=None, eta=None):
-        """(video tokens, slots by frame, audio tokens) at the end.
-
-        start: tokens of the clip. guides: (frame, tokens, strength), at frame 0 without a start
-        "image" in place of the first latent frame. slots: what they start from by frame. audio: its
-        start and its state.
-        """
+        """(video tokens, slots by frame, audio tokens) at the end. start: the clip's tokens.
+        guides: (kind, frame, tokens, strength). slots: starts by frame. audio: start and state."""
         targets, cells = start.shape[1], grid[1] * grid[2]
         clean, mask, full = [np.zeros_like(start)], [np.ones((1, targets, 1))], [start]
         marked = [(np.arange(targets) < cells).astype(float)]
@@ -246,8 +238,7 @@ class Reference:
 
 
 def test_two_rounds_equal_a_reference_at_every_step(session, images):
-    """From the description: both stages with images, keyframes beside them, tiles, stitching and
-    what is carried on."""
+    """Both stages with images, keyframes beside them, tiles, stitching, what is carried on."""
     given = tuple(map(parse_image, (f"{images[0]}:0:0.8", f"{images[1]}:20:0.7")))
     clip = {"num_frames": 41, "fps": Fraction(24), "seed": 3, "temporal_upsample_rounds": 2, **SIZE}
     request = pipeline("dfr")("a fox", images=given, image_crf=0, **clip)
@@ -323,8 +314,7 @@ def test_fewer_rounds_are_the_beginning_of_more(session, tmp_path):
 
 
 def test_a_detailing_lora_sees_the_clip_of_stage_1_in_stage_2(session, tmp_path):
-    """After the keyframes, kept whole, no keyframe itself, spread over the clip; rounds have
-    neither."""
+    """After the keyframes, kept whole, no keyframe, spread over the clip; rounds have neither."""
     own = session.checkpoint.distilled_lora()
     detail = LoraSpec(lora_with(own, tmp_path / "ic.safetensors", downscale=2), 0.5)
     request = pipeline("dfr")("a fox", num_frames=17, seed=3, temporal_upsample_rounds=1, **SIZE)
@@ -400,8 +390,7 @@ def test_the_canvas_end_is_cut_off():
 
 
 def test_a_clip_has_twice_the_frames_in_the_same_time(tiny, images):
-    """By the Python interface: warm weights, programs that a second run has; the plan's stages are
-    the run's."""
+    """In Python, with warm weights and programs; the plan's stages are the run's."""
     clip = {"pipeline": "dfr", "num_frames": 17, "seed": 2, "audio": False, **SIZE}
     clip |= {"temporal_upsample_rounds": 1, "image": [(images[0], 0)]}
     with ltx2rt.open(tiny("tiny-2.5", "official"), backend="cuda", device="cpu") as opened:

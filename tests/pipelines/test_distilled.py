@@ -35,8 +35,7 @@ def marked(stage: Denoise) -> np.ndarray:
 
 @pytest.mark.parametrize("images", [(), IMAGES], ids=["text", "images"])
 def test_the_first_frame_and_slots_are_keyframes_and_images_are_not(images):
-    """In both stages, also where an image takes the first frame's place; slots come behind the
-    images, in stage 1."""
+    """Also where an image takes the first frame's place; slots come behind images, in stage 1."""
     first, second = stages(images=images, num_generated_keyframes=2)
     ones, zeros = np.ones, np.zeros
     appended = len(images) // 2

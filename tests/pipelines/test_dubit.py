@@ -1,5 +1,4 @@
-"""dubit: every step of both stages is the formula over diffusers' transformer, with the file's
-frames and sound beside the clip's tokens."""
+"""dubit: every step is the formula over diffusers, the file's tokens behind the clip's."""
 
 from dataclasses import replace
 from fractions import Fraction

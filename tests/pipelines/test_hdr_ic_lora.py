@@ -1,5 +1,4 @@
-"""hdr-ic-lora: every step of both stages is the formula over diffusers' transformer without a
-stream of sound, and EXR frames are of the codes that the LoRA makes."""
+"""hdr-ic-lora: every step is the formula over diffusers without sound; EXR frames of its codes."""
 
 from dataclasses import replace
 
@@ -75,8 +74,7 @@ def test_references_are_encoded_whole_up_to_512x768(following, tmp_path):
 
 @pytest.mark.parametrize(("size", "mode"), [((180, 100), "reflect"), ((60, 60), "replicate")])
 def test_borders_mirror_the_picture(following, tmp_path, size, mode):
-    """At sizes that are no multiples of 64 nor of the 128 that half a reference of stage 1 spans; a
-    border as wide as the picture has its edge."""
+    """At no multiples of 64 or 128; a border as wide as the picture repeats its edge."""
     film = write(tmp_path / "a.mp4", 9, size=size, sound_s=0)
     session = following["cuda"]
     request = make_request("hdr-ic-lora", prompt="a fox", video_path=film, seed=3)

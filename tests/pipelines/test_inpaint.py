@@ -1,5 +1,4 @@
-"""inpaint: cells and pixels against their definition, every step over diffusers' transformer, and
-the file's own pixels outside."""
+"""inpaint: cells and pixels by their definition, every step over diffusers, kept pixels outside."""
 
 from dataclasses import replace
 from fractions import Fraction

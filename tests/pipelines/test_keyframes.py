@@ -1,5 +1,4 @@
-"""keyframes: both stages, guided and not, are the formula over diffusers, with tokens of images at
-arbitrary frames."""
+"""keyframes: both stages are the formula over diffusers, with images at arbitrary frames."""
 
 from dataclasses import replace
 from pathlib import Path

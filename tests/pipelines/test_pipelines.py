@@ -40,8 +40,7 @@ EXTENDING = Path(__file__).parents[2] / "docs" / "extending.md"
 
 @pytest.fixture
 def third(tmp_path, monkeypatch):
-    """Two files outside the package, found as if they lay in ltx2rt/pipelines: the one above, and
-    the pipeline that docs/extending.md shows."""
+    """The pipeline above and that of docs/extending.md, found as if in ltx2rt/pipelines."""
     (tmp_path / "text_to_latent.py").write_text(LATENT)
     shown = re.search(r"```python\n(.*?PIPELINE = Quick\n)```", EXTENDING.read_text(), re.DOTALL)
     assert shown is not None

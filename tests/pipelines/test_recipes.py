@@ -125,9 +125,6 @@ def test_what_is_no_clip_of_ours_is_refused(images, tmp_path, command, model):
 
 
 def test_a_job_takes_a_preset():
-    assert with_preset({"prompt": "x", "preset": "draft"}) == {
-        "prompt": "x",
-        "pipeline": "distilled",
-        "half_size": True,
-    }
+    found = with_preset({"prompt": "x", "preset": "draft"})
+    assert found == {"prompt": "x", "pipeline": "distilled", "half_size": True}
     assert with_preset({"size": "128x64", "preset": "draft"})["size"] == "128x64"

@@ -1,5 +1,4 @@
-"""What a pipeline or a group of flags refuses: on the command line in one line, before a tensor is
-read, with nothing written."""
+"""What pipelines and flags refuse, in one line, before a tensor is read, with nothing written."""
 
 import os
 import shlex
@@ -46,24 +45,18 @@ def place(tiny, tmp_path_factory):
     (folder / "sizes" / "frame_00004.exr").write_bytes(odd)
     (folder / "a.exr").write_bytes(odd)
     (folder / "none").mkdir()
-    own = model / "tiny-2.3-distilled-lora.safetensors"
-    for name, factor in (("half", 2), ("third", 3)):
-        lora_with(own, folder / f"{name}.safetensors", factor)
-    lora_with(
-        folder / "newer" / "tiny-2.5-distilled-lora.safetensors", folder / "fine.safetensors", 3
-    )
-    wrong = {
-        "image.0": np.zeros((1, 128, 1, 2, 2), "f"),
-        "image.1": np.full((1, 128, 1, 1, 2), np.nan, "f"),
-    }
-    write_arrays(folder / "latents", wrong)
+    own = "model/tiny-2.3-distilled-lora", "newer/tiny-2.5-distilled-lora"
+    for name, i, factor in (("half", 0, 2), ("third", 0, 3), ("fine", 1, 3)):
+        lora_with(folder / f"{own[i]}.safetensors", folder / f"{name}.safetensors", factor)
+    wrong = np.zeros((1, 128, 1, 2, 2), "f"), np.full((1, 128, 1, 1, 2), np.nan, "f")
+    write_arrays(folder / "latents", {f"image.{i}": x for i, x in enumerate(wrong)})
     return folder
 
 
 CLIP, PART = "--video-path clip.mp4 ", "--video-path clip.mp4 --start-time 0.1 --end-time 0.3 "
 LIGHT = "--start-time 0.1 --end-time 0.2 --hdr ACESCG --video-path "
 REF = (
-    "--lora half.safetensors --width 256 --height 128 --num-frames 17 --video-conditioning ref.mov "
+    "--width 256 --height 128 --num-frames 17 --lora half.safetensors --video-conditioning ref.mov "
 )
 WIDE = REF.replace("ref.mov", "wide.mp4")
 PARTS = "--width 64 --height 64 --steps 1 --num-frames 57 --segment-frames 25 --overlap 9 "
@@ -290,11 +283,10 @@ def test_refusals(place, command, monkeypatch, pipeline, words, says):
     monkeypatch.chdir(place)
     monkeypatch.setattr(TensorFile, "read", read_given)
     start = (
-        "generate --backend cuda --device cpu --model model --prompt fox --seed 3 --output x.mp4"
+        "generate --backend cuda --device cpu --model model --prompt fox --output x.mp4 --seed 3"
     )
     before = sorted(place.iterdir())
-    given = f"{start} --pipeline {pipeline} {words}"
-    status, out, err = command(*shlex.split(given))
+    status, out, err = command(*shlex.split(f"{start} --pipeline {pipeline} {words}"))
     *notes, error = err.splitlines()
     assert status == 2 and says in error and not out, err
     assert error.startswith("ltx2rt: error: ") and len(notes) == ("2003 tokens" in error)
@@ -302,6 +294,7 @@ def test_refusals(place, command, monkeypatch, pipeline, words, says):
 
 
 @pytest.mark.parametrize(("pipeline", "given", "says"), [
+    ("three-stage", {}, "--pipeline: 'three-stage', expected one of two-stage"),
     ("inpaint", {"video_path": "a.mp4", "pad": (0.5, 0, 0, 0)}, "--pad: .*expected LEFT,TOP"),
     ("distilled", {"nag": []}, "--nag: '', expected SCALE"),
     ("hdr-ic-lora", {"hdr": None}, "--hdr: 'None', expected"),

@@ -1,5 +1,4 @@
-"""retake: every step is the formula over diffusers' transformer, and what is kept is kept bit for
-bit."""
+"""retake: every step is the formula over diffusers, and what is kept is kept bit for bit."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -8,7 +7,6 @@ import av
 import numpy as np
 import pytest
 
-import ltx2rt
 from ltx2rt.media import hdr
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import VideoInfo, read_frames
@@ -17,7 +15,6 @@ from ltx2rt.pipelines.retake import Retake
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.call import Call
-from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
 from ltx2rt.testing import relative_l2
 from tests.reference import assert_stage, positions_of, stored_module
@@ -26,33 +23,20 @@ RATE, TICKS = 44100, 240
 
 
 def write(
-    path,
-    num_frames=17,
-    size=(64, 64),
-    fps=24,
-    first_s=0.0,
-    sound_s=None,
-    times=None,
-    rotation=0,
-    channels=2,
-):
-    """Moving stripes and a chirp, from `first_s` on; sound_s: seconds of sound, as long as the
-    frames if None, 0: none.
-
-    times: of the frames, in ticks of 1/240 s."""
+    path, num_frames=17, size=(64, 64), fps=24, first_s=0.0, sound_s=None, times=None, rotation=0, channels=2,
+):  # fmt: skip
+    """Moving stripes and a chirp, from `first_s` on. sound_s: seconds of sound, those of the frames
+    if None. times: of the frames, in ticks of 1/240 s."""
     width, height = size
     f, y, x = np.mgrid[:num_frames, :height, :width]
-    pixels = np.stack(
-        [127 + 120 * np.sin(x / 7 + f / 3), 127 + 120 * np.cos(y / 5 + f / 4),
-         (x * y + 9 * f) % 256],
-        -1,
-    )  # fmt: skip
+    stripes = 127 + 120 * np.sin(x / 7 + f / 3), 127 + 120 * np.cos(y / 5 + f / 4)
+    pixels = np.stack([*stripes, (x * y + 9 * f) % 256], -1)
     ticks = [round(i * TICKS / fps) for i in range(num_frames)] if times is None else times
     samples = round((num_frames / fps if sound_s is None else sound_s) * RATE)
     t = np.arange(samples) / RATE
-    waveform = 0.5 * np.stack(
-        [np.sin(2 * np.pi * (300 + 200 * t) * t), np.cos(2 * np.pi * 170 * t)]
-    ).astype(np.float32)
+    waveform = np.sin(2 * np.pi * (300 + 200 * t) * t), np.cos(2 * np.pi * 170 * t)
+    waveform = np.ascontiguousarray(0.5 * np.stack(waveform[:channels]), np.float32)
+    layout = "mono" if channels == 1 else "stereo"
     with av.open(str(path), "w") as container:
         stream = container.add_stream("libx264", rate=fps)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
@@ -60,21 +44,15 @@ def write(
         if rotation:
             stream.set_display_rotation(rotation)
         if samples:
-            sound = container.add_stream(
-                "aac", rate=RATE, layout="mono" if channels == 1 else "stereo"
-            )
+            sound = container.add_stream("aac", rate=RATE, layout=layout)
         for tick, image in zip(ticks, pixels.astype(np.uint8), strict=True):
             frame = av.VideoFrame.from_ndarray(image, format="rgb24").reformat(format="yuv420p")
             frame.pts, frame.time_base = tick + round(first_s * TICKS), Fraction(1, TICKS)
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
         if samples:
-            layout = "mono" if channels == 1 else "stereo"
-            frame = av.AudioFrame.from_ndarray(
-                np.ascontiguousarray(waveform[:channels]), format="fltp", layout=layout
-            )
-            frame.sample_rate = RATE
-            frame.time_base = Fraction(1, RATE)
+            frame = av.AudioFrame.from_ndarray(waveform, format="fltp", layout=layout)
+            frame.sample_rate, frame.time_base = RATE, Fraction(1, RATE)
             frame.pts = round(first_s * RATE)
             container.mux(sound.encode(frame))
             container.mux(sound.encode())
@@ -87,33 +65,17 @@ def clip(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def generation(request):
-    return getattr(request, "param", "2.3")
-
-
-@pytest.fixture(scope="module")
-def opened(tiny, generation):
-    folder = tiny(f"tiny-{generation}", "diffusers")
-    lora = f"{folder / f'tiny-{generation}-distilled-lora.safetensors'}:0"
-    how = {"device": "cpu", "distilled_lora": lora, "dtype": "float32"}
-    with ltx2rt.open(folder, backend="cuda", **how) as session:
-        yield session
-
-
-@pytest.fixture(scope="module")
 def module(tiny, generation):
     return stored_module(tiny(f"tiny-{generation}", "diffusers"))
 
 
 def direct_masks(num_frames, size, fps, start, end):
-    """1 where the interval of a token, in float32 seconds, overlaps the region; tokens (frame, row,
-    column)."""
+    """1 where a token's float32 seconds overlap the region; tokens (frame, row, column)."""
     one, video, audio = np.float32, [], []
+    cells = size[0] // 32 * (size[1] // 32)
     for k in range((num_frames - 1) // 8 + 1):
         begins, ends = (one(max(8 * k + at, 0)) / one(float(fps)) for at in (-7, 1))
-        video += [float(ends > one(start) and begins < one(end))] * (
-            size[0] // 32 * (size[1] // 32)
-        )
+        video += [float(ends > one(start) and begins < one(end))] * cells
     for i in range(round(num_frames / float(fps) * 25)):
         begins, ends = (one(max(4 * i + at, 0)) * one(160) / one(16000) for at in (-3, 1))
         audio.append(float(ends > one(start) and begins < one(end)))
@@ -135,9 +97,7 @@ def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     latents = np.flatnonzero(expected["video"][::6])
     assert frames == range(max(8 * latents[0] - 7, 0), 8 * latents[-1] + 1)
     sound = np.flatnonzero(expected["audio"])
-    assert (start, end) == pytest.approx(
-        (max(4 * sound[0] - 3, 0) / 100, (4 * sound[-1] + 1) / 100)
-    )
+    assert (100 * start, 100 * end) == pytest.approx((max(4 * sound[0] - 3, 0), 4 * sound[-1] + 1))
     assert request.masks(geometry).keys() == {"video", "audio"}
     assert replace(request, keep="audio").masks(geometry).keys() == {"video"}
     assert replace(request, info=replace(info, has_sound=False)).masks(geometry).keys() == {"video"}
@@ -194,8 +154,7 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
 
 @pytest.mark.parametrize("first_s", [0.0, 0.25])
 def test_source_frames_and_sound_are_copied_bit_for_bit(opened, tmp_path, first_s):
-    """Outside of whole latents, whatever the first timestamp is, at the rate of the file's own
-    sound."""
+    """Outside of whole latents, whatever the first timestamp, at the rate of the file's sound."""
     path = write(tmp_path / "a.mp4", first_s=first_s)
     region = {"video_path": path, "start_time": 0.02, "end_time": 0.1, "keep_source": True}
     found = opened.generate("a fox", pipeline="retake", seed=1, **region)
@@ -212,10 +171,8 @@ def test_source_frames_and_sound_are_copied_bit_for_bit(opened, tmp_path, first_
 
 @pytest.mark.parametrize("keep", [pytest.param("video", marks=pytest.mark.long), "audio"])
 def test_a_kept_stream_is_copied_whole_or_comes_out_of_its_vae(opened, clip, keep):
-    flags = {
-        "pipeline": "retake", "video_path": clip, "start_time": 0, "end_time": 0.3, "seed": 1,
-        "keep": keep,
-    }  # fmt: skip
+    flags = {"pipeline": "retake", "video_path": clip, "start_time": 0, "end_time": 0.3}
+    flags |= {"seed": 1, "keep": keep}
     copied, decoded = (opened.generate("a fox", **flags, keep_source=on) for on in (True, False))
     frames, (waveform, _) = np.stack(list(read_frames(clip, "", 17))), read_sound(clip, 0, 17 / 24)
     assert (copied.frames == frames).all() == (keep == "video")
@@ -243,8 +200,8 @@ def test_sound_shorter_or_later_than_the_frames(opened, tmp_path):
         streams = {s.index: out.add_stream_from_template(s) for s in container.streams}
         for packet in container.demux():
             if packet.dts is not None:
-                packet.pts += (packet.stream.type == "audio") * round(0.2 / packet.time_base)
-                packet.dts += (packet.stream.type == "audio") * round(0.2 / packet.time_base)
+                moved = (packet.stream.type == "audio") * round(0.2 / packet.time_base)
+                packet.pts, packet.dts = packet.pts + moved, packet.dts + moved
                 packet.stream = streams[packet.stream.index]
                 out.mux(packet)
     waveform, rate = read_sound(late, 0.0, 0.5, on_time=True)
@@ -265,19 +222,17 @@ def write_light(folder, num_frames=17, size=(64, 64)):
     return light.astype(np.float16).astype(np.float64)
 
 
-def test_a_folder_of_exr_images(on_both, tmp_path):
-    """At the rate that is given; the encoder reads its ACEScct codes, and what is kept is its
-    light."""
+def test_a_folder_of_exr_images(opened, tmp_path):
+    """At the given rate; the encoder reads its ACEScct codes, and what is kept is its light."""
     light = write_light(tmp_path / "in", size=(64, 60))
     log = (np.log2(np.maximum(light, 2.0**-7)) + 9.72) / 17.52
-    codes = np.where(
-        light > 2.0**-7, log, 10.5402377416545 * np.maximum(light, 0) + 0.0729055341958355
-    )
+    toe = 10.5402377416545 * np.maximum(light, 0) + 0.0729055341958355
+    codes = np.where(light > 2.0**-7, log, toe)
     given = np.pad(codes, ((0, 0), (0, 4), (0, 0), (0, 0)), mode="edge") * 2 - 1
     given = given.transpose(3, 0, 1, 2)[None].astype(np.float32)
     flags = {"prompt": "a fox", "start_time": 0.1, "end_time": 0.2, "seed": 1, "fps": 30}
     flags |= {"video_path": tmp_path / "in", "hdr": "ACESCG"}
-    session = on_both("tiny-2.3", distilled_lora=NO_LORA, assume="distilled")["cuda"]
+    session = opened.resident
     plan = make_plan(session, Retake(**flags))
     state, *_ = produce(session, plan, keep=True)
     seen = session.run(Call("video-encoder", given.shape), {"frames": given})["latent"]
@@ -295,6 +250,10 @@ def test_a_folder_of_exr_images(on_both, tmp_path):
 
 def test_its_stages(opened, clip):
     region = {"video_path": clip, "start_time": 0.1, "end_time": 0.3}
-    found = opened.plan("h200", pipeline="retake", **region)
-    names = [stage["name"] for stage in found["stages"]]
-    assert names[:4] == ["source video", "source sound", "text", "stage1"]
+    stages = opened.plan("h200", pipeline="retake", **region)["stages"]
+    assert [stage["name"] for stage in stages[:4]] == [
+        "source video",
+        "source sound",
+        "text",
+        "stage1",
+    ]

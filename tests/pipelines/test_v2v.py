@@ -1,5 +1,4 @@
-"""v2v: every step is the formula over diffusers' transformer, from the clip's latents mixed with
-noise."""
+"""v2v: every step is the formula over diffusers, from the clip's latents mixed with noise."""
 
 from dataclasses import replace
 from fractions import Fraction

@@ -1,5 +1,4 @@
-"""Frames by the diffusion decoder: tiles, noise, small clips, on both backends; and what the plan
-knows of them."""
+"""Frames by the diffusion decoder on both backends: tiles, noise, small clips, their plan."""
 
 import math
 from dataclasses import replace

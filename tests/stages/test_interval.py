@@ -1,5 +1,4 @@
-"""Guidance in an interval of the steps: every step is the formula over diffusers' transformer,
-on both backends."""
+"""Guidance in an interval: every step is the formula over diffusers, on both backends."""
 
 from dataclasses import replace
 
@@ -49,8 +48,7 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder):
 
 
 def test_programs_are_kept_for_other_intervals_and_a_warm_up_builds_both(sessions):
-    """The guided one is that of a run without an interval, whose clip is that of an interval over
-    all."""
+    """The guided one is that of a run without an interval, the clip of an interval over all."""
     for session in sessions.values():
         exact = produce(session, planned(session), keep=True)[0].record
         plan = planned(session, guidance_interval=(0.0, 1.0))

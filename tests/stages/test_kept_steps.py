@@ -1,5 +1,4 @@
-"""A run that is stopped within a stage goes on to the same bits, and never from steps of another
-run."""
+"""A run stopped within a stage goes on to the same bits, never from steps of another run."""
 
 import signal
 import subprocess

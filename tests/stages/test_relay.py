@@ -1,5 +1,4 @@
-"""Prompts by time: the bias against its definition, columns, and every step over diffusers'
-transformer."""
+"""Prompts by time: the bias by its definition, columns, and every step over diffusers."""
 
 import math
 from fractions import Fraction

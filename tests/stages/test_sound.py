@@ -77,8 +77,7 @@ def test_chunks_of_any_length_are_the_whole(network, reach, early):
 
 
 def test_few_chunks():
-    """121 frames at 24 per second take two of either network; without room for both reaches nothing
-    is cut."""
+    """121 frames at 24 per second take two of each; without room for both reaches one is whole."""
     model = preset("ltx-2.3").config
     stage = Sound(Geometry.of(model, 768, 512, 121, Fraction(24)), num_videos=3)
     found = [(call.network, call.sizes, call.times) for call in stage.needs(model)]

@@ -1,5 +1,4 @@
-"""A file's sound becomes the latents that diffusers' encoder gives, and stays what it is for the
-clip."""
+"""A file's sound becomes the latents that diffusers' encoder gives, and stays the clip's."""
 
 import wave
 from fractions import Fraction

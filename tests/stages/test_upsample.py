@@ -1,5 +1,4 @@
-"""The upsampling stages give latents of the size that the next stage is made for, whatever the
-upsampler's kind."""
+"""Any upsampler gives latents of the size that the next stage is made for."""
 
 from fractions import Fraction
 

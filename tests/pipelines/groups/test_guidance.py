@@ -1,5 +1,4 @@
-"""NAG: the formula in float64, and every step over diffusers' transformer whose text attention of
-pictures has it."""
+"""NAG: the formula in float64, and every step over diffusers' transformer that has it."""
 
 import numpy as np
 import pytest

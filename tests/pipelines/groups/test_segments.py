@@ -1,5 +1,4 @@
-"""Clips in segments: where each begins, what it keeps of the one before, and that runs go on where
-they stopped."""
+"""Clips in segments: beginnings, what is kept of the one before, runs that go on where they stopped."""
 
 import os
 import resource
@@ -8,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -44,16 +44,7 @@ from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
 from tests.conftest import refused
 
-ONE_STAGE = pytest.param("one-stage", marks=pytest.mark.slow)
-CLOSE = 1e-5  # two backends, every step: float32 rounding, as of every other pipeline
 SIZE = {"width": 64, "height": 64, "num_frames": 25, "overlap": 9, "seed": 3}
-
-
-@pytest.fixture(scope="module")
-def opened(tiny):
-    how = {"device": "cpu", "distilled_lora": "none", "dtype": "float32"}
-    with ltx2rt.open(tiny("tiny-2.3", "official"), backend="cuda", **how) as session:
-        yield session
 
 
 def several(given):
@@ -71,9 +62,10 @@ def asked(folder, pipeline="one-stage", **more):
     return make_request(pipeline, **given).kept_in(folder)
 
 
-def made(session, request, **how):
+def made(session, request):
     """Frames and waveform of a run; its parts stay in their folder."""
-    state, *_ = produce(session, make_plan(session, request), **how)
+    request.parts_folder.mkdir(exist_ok=True)
+    state, *_ = produce(session, make_plan(session, request))
     frames = np.concatenate(list(next(state.frames)))
     return frames, None if state.waveforms is None else state.waveforms[0]
 
@@ -84,8 +76,7 @@ def part(folder, i, count=25):
 
 
 def test_segments_begin_by_the_formula():
-    """A minute at 24 per second in segments of 121 frames that repeat 25: 15, of which the last
-    repeats 49."""
+    """A minute at 24 per second, in segments of 121 frames that repeat 25; the last repeats 49."""
     starts = segment_starts(1441, 121, 25)
     assert len(starts) == 15 and starts[13] == 13 * 96 and starts[14] == 1441 - 121
     assert starts[13] + 121 - starts[14] == 49
@@ -97,18 +88,18 @@ def test_segments_begin_by_the_formula():
 
 
 def test_a_part_comes_back_bit_for_bit(tmp_path):
-    rng = np.random.default_rng(0)
+    rng, file = np.random.default_rng(0), tmp_path / "part.mov"
     for fps, rate in ((Fraction(24), 24000), (Fraction(30000, 1001), 48000)):
         frames = rng.integers(0, 256, (9, 64, 96, 3)).astype(np.uint8)
         wave = rng.uniform(-1, 1, (2, round(9 / fps * rate))).astype(np.float32)
-        file = tmp_path / "part.mov"
         sound = {"waveform": wave, "sample_rate": rate}
         write_mp4(file, [frames], num_frames=9, fps=fps, **sound, container=EXACT)
         np.testing.assert_array_equal(np.stack(list(read_frames(file, "", 9))), frames)
         np.testing.assert_array_equal(read_sound(file)[0], wave)
 
 
-@pytest.mark.parametrize("pipeline", [ONE_STAGE, pytest.param("distilled", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", ["one-stage", "distilled"])
 def test_the_first_segment_is_the_plain_clip_and_each_goes_on(opened, tmp_path, pipeline):
     session = opened.resident
     frames, wave = made(session, asked(tmp_path, pipeline))
@@ -132,30 +123,30 @@ def test_the_first_segment_is_the_plain_clip_and_each_goes_on(opened, tmp_path, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
-def test_the_sound_is_that_of_one_run_of_the_vocoder(tiny, tmp_path, generation):
+@pytest.mark.parametrize(
+    "generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"], indirect=True
+)
+def test_the_sound_is_that_of_one_run_of_the_vocoder(opened, tmp_path):
     """Over the mel spectrogram of the whole clip: no sample tells where a segment begins."""
-    how = {"device": "cpu", "distilled_lora": "none", "dtype": "float32"}
-    with ltx2rt.open(tiny(f"tiny-{generation}", "official"), backend="cuda", **how) as opened:
-        session = opened.resident
-        request = asked(tmp_path, num_frames=33, overlap=17, steps=1)
-        _, wave = made(session, request)
-        full = request.resolved(session.config)
-        size = vocoder.frame_samples(session.config.vocoder)
-        spans = full[groups.Segments].spans(full)
-        places = [round(Fraction(span.start, 24) * 100) for span in spans]
-        assert places == [0, 67, 133]
-        mels = [part.mel() for part in full.parts]
-        for mel, later, a, b in zip(mels, mels[1:], places, places[1:], strict=False):
-            kept = (mel.shape[2] - (b - a) - 1) // 4 * 4 + 1
-            np.testing.assert_array_equal(later[:, :, :kept], mel[:, :, b - a :][:, :, :kept])
-            assert (later[:, :, kept] != mel[:, :, b - a :][:, :, kept]).any()
-        steps = [b - a for a, b in pairwise(places)] + [None]
-        whole = np.concatenate([x[:, :, :n] for x, n in zip(mels, steps, strict=True)], 2)
-        expected = vocode(session, whole)[0]
-        assert expected.shape[1] == size * (133 + 133)
-        # Sums of another length have another order, in float32.
-        assert np.abs(wave[:, : expected.shape[1]] - expected).max() < 1e-4
+    session = opened.resident
+    request = asked(tmp_path, num_frames=33, overlap=17, steps=1)
+    _, wave = made(session, request)
+    full = request.resolved(session.config)
+    size = vocoder.frame_samples(session.config.vocoder)
+    spans = full[groups.Segments].spans(full)
+    places = [round(Fraction(span.start, 24) * 100) for span in spans]
+    assert places == [0, 67, 133]
+    mels = [part.mel() for part in full.parts]
+    for mel, later, a, b in zip(mels, mels[1:], places, places[1:], strict=False):
+        kept = (mel.shape[2] - (b - a) - 1) // 4 * 4 + 1
+        np.testing.assert_array_equal(later[:, :, :kept], mel[:, :, b - a :][:, :, :kept])
+        assert (later[:, :, kept] != mel[:, :, b - a :][:, :, kept]).any()
+    steps = [b - a for a, b in pairwise(places)] + [None]
+    whole = np.concatenate([x[:, :, :n] for x, n in zip(mels, steps, strict=True)], 2)
+    expected = vocode(session, whole)[0]
+    assert expected.shape[1] == size * (133 + 133)
+    # Sums of another length have another order, in float32.
+    assert np.abs(wave[:, : expected.shape[1]] - expected).max() < 1e-4
 
 
 def test_a_segment_is_an_extend_run(opened, tmp_path):
@@ -213,7 +204,7 @@ def test_a_long_clip_needs_two_programs_and_the_memory_of_one_segment(opened):
     session = opened.resident
     peaks = []
     for segments in (2, 9):
-        plan = make_plan(session, asked(None, "one-stage", segments=segments))
+        plan = make_plan(session, asked(None, segments=segments))
         calls = [call for stage in plan.stages for call in stage.needs(session.config)]
         steps = [call for call in calls if call.network == "guided-step"]
         assert len(steps) == segments and len({call.program for call in steps}) == 2
@@ -265,8 +256,7 @@ def started(words):
 
 @pytest.mark.parametrize("audio", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_goes_on_from_any_number_of_segments(tiny, command, opened, tmp_path, audio):
-    """None, one, and all of them, whose run ended before it wrote the file: from the command line,
-    in a worker of the server and from Python it becomes the same clip."""
+    """None, one, all: on the command line, in a server's worker and in Python, to the same clip."""
     session, whole, steps = opened.resident, tmp_path / "whole", {"steps": 1, "audio": audio}
     request = asked(whole, num_frames=17, segments=2, **steps)
     with claimed(session, make_plan(session, request), whole):
@@ -346,13 +336,10 @@ def test_a_killed_run_goes_on_to_the_same_bytes(tiny, command, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("audio", [True, False])
 def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
-    """Its stream has what a segment adds once it is there; the file is what its segments make at
-    once."""
-    folder, output = tmp_path / "folder", tmp_path / "a.mp4"
-    session, plan = opened.resident, None
-    request = asked(folder, num_frames=33, overlap=9, steps=1, audio=audio)
+    """Its stream grows with each segment; the file equals one that is written at once."""
+    folder, output, session = tmp_path / "folder", tmp_path / "a.mp4", opened.resident
+    plan = make_plan(session, asked(folder, num_frames=33, overlap=9, steps=1, audio=audio))
     sizes, moments = {}, []
-    plan = make_plan(session, request)
     with (
         claimed(session, plan, folder),
         recording(session, plan, folder, output, Marks(provenance=False)) as recorded,
@@ -392,10 +379,8 @@ def test_a_stream_that_finds_the_disk_full_leaves_the_segments(opened, tmp_path)
             with recording(session, plan, folder, output, Marks()) as recorded:
                 produce(session, plan)
                 assert recorded is not None
-                if full:
-                    with pytest.raises(NotWritten, match=r"a\.mp4 could not be .*No space left"):
-                        recorded.finish(output)
-                else:
+                says = r"a\.mp4 could not be .*No space left"
+                with pytest.raises(NotWritten, match=says) if full else nullcontext():
                     recorded.finish(output)
         assert output.exists() != full and len([*folder.glob("*.mov")]) == 2
         (folder / STREAM).unlink()
@@ -443,8 +428,7 @@ def test_another_folder_is_left_alone(tiny, command, tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_make_the_clip_of_one(tiny, tmp_path):
-    """A level of 255 here and there, which rounding decides, is encoded anew and goes through 2
-    steps."""
+    """But for levels of 255 that rounding decides, encoded again and through 2 steps."""
     clips = []
     for name, more in (("one", ()), ("two", ("--num-gpus", 2, "--mesh", "sequence=2"))):
         (tmp_path / name).mkdir()
@@ -462,8 +446,8 @@ def test_two_ranks_make_the_clip_of_one(tiny, tmp_path):
 
 def parsed(*words):
     """The request of a command line."""
-    model = ("--backend", "cuda", "--model", "m", "--pipeline", "one-stage", "--output", "a.mp4")
-    words = [str(word) for word in ("generate", *model, *words)]
+    start = "generate --backend cuda --model m --pipeline one-stage --output a.mp4".split()
+    words = [*start, *map(str, words)]
     args = cli.parser().parse_args(words)
     args.argv = words
     return generate.asked(args)[1]
@@ -488,8 +472,9 @@ def test_a_clip_is_asked_for_by_its_frames(opened):
 
 
 def test_prompts_of_segments(tmp_path):
-    file = tmp_path / "p.txt"
+    file, empty = tmp_path / "p.txt", tmp_path / "empty.txt"
     file.write_text("a fox\n\n  a hare \na deer\n")
+    empty.write_text("\n")
     given = ("--prompt", "a fox", "--prompt", "a hare", "--prompt", "a deer")
     for words in (given, ("--prompts", file)):
         request = parsed("--num-frames", 729, *words)
@@ -497,8 +482,6 @@ def test_prompts_of_segments(tmp_path):
         assert request.in_segments and request.num_frames == 729
     last = parsed("--prompt", "a fox", "--prompt", "a hare")  # of one clip the last counts
     assert last.prompt == "a hare" and last.segment_prompts == ()
-    empty = tmp_path / "empty.txt"
-    empty.write_text("\n")
     for words, message in (
         (("--prompts", file), "has 3 prompts, and the clip is not made in segments"),
         (("--prompts", empty, "--seconds", 21), "empty.txt is empty; write a prompt on each line"),
@@ -510,12 +493,9 @@ def test_prompts_of_segments(tmp_path):
 
 @pytest.mark.long
 def test_a_cut_begins_anew(opened, tmp_path):
-    """The first segment is its own clip; the others, from the cut on, are a clip in segments with
-    the seeds that they have there, picture and sound."""
+    """What comes before, and from it on, is a clip with the segments' seeds, picture and sound."""
     session, seeds = opened.resident, [segment_seed(3, i) for i in range(3)]
     more = {"overlap": 17, "steps": 1, "num_frames": 33}
-    for name in ("whole", "shot"):
-        (tmp_path / name).mkdir()
     frames, wave = made(session, asked(tmp_path / "whole", **more, cut=(2,)))
     shot = {"seed": seeds[1], "segments": 2, "segment_seeds": ((2, seeds[2]),)}
     alone, heard = made(session, asked(tmp_path / "shot", **more, **shot))
@@ -529,29 +509,25 @@ def test_a_cut_begins_anew(opened, tmp_path):
 
 @pytest.mark.long
 def test_segments_of_given_noise(opened, tmp_path):
-    """What a run drew and recorded makes the same clip again, whatever the seed; also where a
-    segment is there already."""
+    """A record makes the same clip again, whatever the seed and where a segment exists already."""
     session, more = opened.resident, {"segments": 2, "steps": 1}
-    folders = [tmp_path / name for name in ("first", "again", "rest")]
-    for folder in folders:
-        folder.mkdir()
-    state, *_ = produce(session, make_plan(session, asked(folders[0], **more)), keep=True)
+    state, *_ = produce(session, make_plan(session, asked(tmp_path, **more)), keep=True)
     names = {f"segment{i}.stage1.{m}.noise" for i in (1, 2) for m in ("video", "audio")}
     assert names | {"segment2.source.tail", "segment2.source.audio", "waveform"} <= {*state.record}
     assert all(name == "waveform" or name.startswith("segment") for name in state.record)
     frames, file = np.concatenate(list(next(state.frames))), tmp_path / "noise.safetensors"
     write_arrays(file, state.record)
-    given = more | {"noise_in": file, "seed": 9}
-    again, wave = made(session, asked(folders[1], **given))
+    given, folder = more | {"noise_in": file, "seed": 9}, tmp_path / "again"
+    again, wave = made(session, asked(folder, **given))
     np.testing.assert_array_equal(again, frames)
     np.testing.assert_array_equal(wave, state.waveforms[0])
-    (folders[1] / "0001.mov").unlink()
-    np.testing.assert_array_equal(made(session, asked(folders[1], **given))[0], frames)
+    (folder / "0001.mov").unlink()
+    np.testing.assert_array_equal(made(session, asked(folder, **given))[0], frames)
     write_arrays(file, {n: x for n, x in state.record.items() if "segment2.stage1" not in n})
     with refused(r"has no tensor segment2\.stage1\.video; it must hold"):
-        make_plan(session, asked(folders[2], **given))
+        make_plan(session, asked(tmp_path / "rest", **given))
     with refused(r"--latents-out: segment 1 in .* was made without it"):
-        check_records(asked(folders[1], **given).resolved(session.config), folders[1])
+        check_records(asked(folder, **given).resolved(session.config), folder)
 
 
 @pytest.mark.long

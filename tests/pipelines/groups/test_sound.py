@@ -1,5 +1,4 @@
-"""Sound beside the clip's: every step is the formula over diffusers' transformer, whose audio
-stream has the reference's tokens behind the clip's."""
+"""A reference's sound: every step is the formula over diffusers, its tokens behind the clip's."""
 
 import numpy as np
 import pytest
