@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from ltx2rt.pipelines import pipeline
 from ltx2rt.pipelines.groups.images import parse_image
@@ -51,23 +52,20 @@ def assert_agree(sessions, name: str, **clip) -> dict[str, np.ndarray]:
     return ours
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hq", "extend")),
-        *(pytest.param(name, marks=pytest.mark.long) for name in ("keyframes", "a2v", "retake")),
-    ],
-)
+@pytest.mark.parametrize("name", [
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("hq", "extend")),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("keyframes", "a2v", "retake")),
+])  # fmt: skip
 def test_latents_agree(sessions, images, film, name):
     places = zip(images, (0, 16), (0.8, 0.9), strict=True)
     given = {"images": tuple(parse_image((path, *place)) for path, *place in places)}
-    more = {"a2v": {"audio_path": film, "audio_fit": "pad"}}.get(name, given | {"image_crf": 0})
     of_film = {"video_path": film, "seed": 3}
-    more = {
+    own = {
         "retake": of_film | {"start_time": 0.3, "end_time": 0.5},
         "extend": of_film | {"join": film, "extend_frames": 15, "guided": True, "steps": 2},
-    }.get(name, SMALL | more)
-    assert_agree(sessions, name, **more)
+        "a2v": SMALL | {"audio_path": film, "audio_fit": "pad"},
+    }
+    assert_agree(sessions, name, **own.get(name, SMALL | given | {"image_crf": 0}))
 
 
 def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
@@ -116,8 +114,6 @@ def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(
     generation, tiny, command, tmp_path
 ):
     """The audio velocity of the whole model without cross-attention is that of the audio stream."""
-    from safetensors.numpy import load_file, save_file
-
     rng = np.random.default_rng(0)
     draw = lambda *shape: rng.standard_normal(shape, np.float32)  # noqa: E731
     grid = np.indices((1, 2, 3), np.float32).reshape(3, -1)
@@ -136,13 +132,11 @@ def test_sound_alone_equals_the_sound_of_both_streams_kept_apart(
     words.append(tiny(f"tiny-{generation}", "official"))
     for name, tensors in {"both": inputs | off, "alone": alone}.items():
         save_file(tensors, tmp_path / "in.safetensors")
-        files = [
-            "--inputs", tmp_path / "in.safetensors", "--outputs", tmp_path / f"{name}.safetensors",
-        ]  # fmt: skip
+        files = ["--inputs", tmp_path / "in.safetensors"]
+        files += ["--outputs", tmp_path / f"{name}.safetensors"]
         status, _, stderr = command(*words, "--component", "transformer", *files)
         assert status == 0, stderr
         found[name] = load_file(tmp_path / f"{name}.safetensors")
     assert found["alone"].keys() == {"audio_velocity"}
-    np.testing.assert_allclose(
-        found["alone"]["audio_velocity"], found["both"]["audio_velocity"], atol=1e-6
-    )
+    made = (found[name]["audio_velocity"] for name in ("alone", "both"))
+    np.testing.assert_allclose(*made, atol=1e-6)

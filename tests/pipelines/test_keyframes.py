@@ -33,12 +33,10 @@ def guides(tmp_path) -> list[Path]:
 
 def appended(rows: int, columns: int) -> np.ndarray:
     """f32[3, T, 2]: every image lasts one pixel frame, its tokens have 32 by 32 pixels."""
-    found = []
-    for frame, _ in GUIDES:
-        for row in range(rows):
-            for column in range(columns):
-                time = np.array([frame, frame + 1], np.float32) / np.float32(FPS)
-                found.append([time, [32 * row, 32 * row + 32], [32 * column, 32 * column + 32]])
+    found = [
+        [[frame / FPS, (frame + 1) / FPS], *([32 * n, 32 * n + 32] for n in cell)]
+        for frame, _ in GUIDES for cell in np.ndindex(rows, columns)
+    ]  # fmt: skip
     return np.array(found, np.float32).transpose(1, 0, 2)
 
 

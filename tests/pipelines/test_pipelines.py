@@ -9,6 +9,12 @@ import pytest
 
 import ltx2rt
 from ltx2rt import pipelines
+from ltx2rt.instruments.make import make_checkpoint
+from ltx2rt.pipelines import pipeline
+from ltx2rt.run.plan import make_plan
+from ltx2rt.run.run import produce
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
 
 LATENT = '''
 """text-to-latent: one denoised step at full size, and no decoder."""
@@ -90,40 +96,23 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
     assert command("plan", *flags.split())[0] == 0
 
 
-def test_its_latents_are_those_of_a_step(third, tiny, tmp_path):
-    from ltx2rt.pipelines import pipeline
-    from ltx2rt.run.plan import make_plan
-    from ltx2rt.run.run import produce
-    from ltx2rt.session.open import open_session
-    from ltx2rt.session.options import ModelOptions
-
+def test_its_latents_are_those_of_a_step(third, tiny):
     session = open_session(ModelOptions("cuda", tiny("tiny-2.3", "official"), device="cpu"))
     request = pipeline("text-to-latent")("a red fox", width=64, height=64, num_frames=9, seed=1)
     state, *_ = produce(session, make_plan(session, request), keep=True)
     assert state.video is not None and state.video.shape == (1, 128, 2, 2, 2)
-    np.testing.assert_array_equal(
-        state.record["stage1.video.steps"][-1].T.reshape(state.video.shape), state.video
-    )
+    last = state.record["stage1.video.steps"][-1]
+    np.testing.assert_array_equal(last.T.reshape(state.video.shape), state.video)
 
 
 def test_the_upsampler_decides_the_size_of_the_first_stage(tiny, tmp_path):
     """With an x1.5 one, stage 1 has two thirds of the sides, which then are multiples of 96."""
-    from ltx2rt.instruments.make import make_checkpoint
-    from ltx2rt.pipelines import pipeline
-    from ltx2rt.run.plan import make_plan
-    from ltx2rt.run.run import produce
-    from ltx2rt.session.open import open_session
-    from ltx2rt.session.options import ModelOptions
-
     make_checkpoint("tiny-2.3", "official", tmp_path, upsampler="x1.5")
     upsampler = tmp_path / "tiny-2.3-spatial-upsampler-x1.5.safetensors"
-    session = open_session(
-        ModelOptions("cuda", tiny("tiny-2.3", "official"), upsampler=upsampler, device="cpu")
-    )
-    ask = pipeline("two-stage")
-    size = {"num_frames": 9, "steps": 1, "seed": 1, "audio": False}
-    state, *_ = produce(
-        session, make_plan(session, ask("fox", width=192, height=96, **size)), keep=True
-    )
+    options = ModelOptions("cuda", tiny("tiny-2.3", "official"), device="cpu", upsampler=upsampler)
+    session = open_session(options)
+    size = {"num_frames": 9, "steps": 1, "seed": 1, "audio": False, "width": 192, "height": 96}
+    plan = make_plan(session, pipeline("two-stage")("fox", **size))
+    state, *_ = produce(session, plan, keep=True)
     assert state.record["stage1.video.steps"].shape == (1, 2 * 2 * 4, 128)
     assert state.record["upsampled"].shape == (1, 128, 2, 3, 6)

@@ -44,13 +44,9 @@ def test_the_schedule_goes_on_below_the_level():
     assert len(from_level(shifted_sigmas(30), 0.725)) - 1 == 9
 
 
-SLOW = pytest.mark.slow
-
-
-@pytest.mark.parametrize(
-    "sound, guided",
-    [pytest.param("keep", 3, marks=SLOW), ("noise", 0), pytest.param("new", 2, marks=SLOW)],
-)
+@pytest.mark.parametrize("sound, guided", [
+    ("noise", 0), *(pytest.param(*row, marks=pytest.mark.slow) for row in (("keep", 3), ("new", 2)))
+])  # fmt: skip
 def test_every_step_is_the_formula_over_diffusers(sessions, folder, clips, sound, guided):
     """On both backends. New sound is made for the file's pictures, and the pictures then for it."""
     module = stored_module(folder)

@@ -18,12 +18,9 @@ from ltx2rt.stages.conditioning import Tokens, audio_state, image_tokens, video_
 from ltx2rt.stages.references import StageReference
 from ltx2rt.weights.files import write_arrays
 from tests.conftest import assert_same
+from tests.conftest import normal as random
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
-
-
-def random(*shape, seed=0):
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 def test_a_later_image_appends_tokens_and_the_first_frame_is_replaced():
@@ -33,9 +30,8 @@ def test_a_later_image_appends_tokens_and_the_first_frame_is_replaced():
     np.testing.assert_array_equal(state.clean[:, :6], pack_video(first))
     np.testing.assert_array_equal(state.clean[:, 18:], pack_video(later))
     assert np.all(state.clean[:, 6:18] == 0)
-    np.testing.assert_array_equal(
-        state.mask[0, :, 0], np.repeat(np.float32([0, 1, 0.75]), [6, 12, 6])
-    )
+    mask = np.repeat(np.float32([0, 1, 0.75]), [6, 12, 6])
+    np.testing.assert_array_equal(state.mask[0, :, 0], mask)
     np.testing.assert_array_equal(state.positions[:, :18], video_positions(G))
     np.testing.assert_array_equal(state.positions[:, 18:], keyframe_positions(G, 9))
 
@@ -56,9 +52,7 @@ def test_latents_of_an_earlier_stage_cover_as_many_pixels_as_they_stand_for():
 @given(st.floats(0, 1), st.floats(0, 1))
 def test_the_initial_latent_blends_clean_start_and_noise(strength, scale):
     image = random(1, 16, 1, 2, 3)
-    state = video_state(
-        G, [image_tokens(G, image, 0, strength), image_tokens(G, image, 8, strength)]
-    )
+    state = video_state(G, [image_tokens(G, image, frame, strength) for frame in (0, 8)])
     noise, start = random(1, 24, 16, seed=3), random(1, 18, 16, seed=4)
     x = state.initial(noise, scale, start)
     m = state.mask.astype(np.float64)
@@ -118,9 +112,8 @@ def grown(num_targets, items):
     [(3, None), (2, None), (2, [1, 1]), (2, [0.3, 0.7])],
 ], ids=str)  # fmt: skip
 def test_what_tokens_see_of_references(items):
-    state = video_state(
-        G, [image_tokens(G, random(1, 16, 1, 2, 3), 0, 1.0), *(reference(*item) for item in items)]
-    )
+    image = image_tokens(G, random(1, 16, 1, 2, 3), 0, 1.0)
+    state = video_state(G, [image, *(reference(*item) for item in items)])
     assert state.masked and state.num_target_tokens == 18
     found = state.attention()
     np.testing.assert_array_equal(found, grown(18, items).astype(np.float32))

@@ -1,6 +1,7 @@
 """Frames by the diffusion decoder on both backends: tiles, noise, small clips, their plan."""
 
 import math
+import re
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
@@ -80,18 +81,15 @@ def whole(latent, noise, weights=None) -> np.ndarray:
     _, _, *grid = latent.shape
     graph = diffusion_decoder.trace_features(CONFIG, 1, *grid, "float32")
     features = run_graph("cuda", graph, weights or params(), {"latent": latent})["features"]
-    graph = diffusion_decoder.trace(
-        CONFIG, diffusion_decoder.whole(CONFIG, 1, tuple(grid)), "float32"
-    )
-    return run_graph("cuda", graph, weights or params(), {"features": features, "noise": noise})[
-        "frames"
-    ]
+    shape, feeds = diffusion_decoder.whole(CONFIG, 1, tuple(grid)), {"features": features}
+    graph = diffusion_decoder.trace(CONFIG, shape, "float32")
+    return run_graph("cuda", graph, weights or params(), feeds | {"noise": noise})["frames"]
 
 
 def drawn(seed: int, frames: int, rows: int, columns: int) -> np.ndarray:
-    return np.stack(
-        [standard_normal(seed, f"decoder.{i}", (3, rows, columns)) for i in range(frames)], axis=1
-    )[None]
+    shape = (3, rows, columns)
+    made = [standard_normal(seed, f"decoder.{i}", shape) for i in range(frames)]
+    return np.stack(made, axis=1)[None]
 
 
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
@@ -128,12 +126,8 @@ def test_tiles_that_see_no_further_than_themselves_are_the_whole(
     opened, backend, cells, tiles, monkeypatch
 ):
     """Without attention in the last two stages a border changes nothing."""
-    weights = {
-        name: 0 * x
-        if "attn.proj" in name and ("det_stages.3" in name or "diff_blocks" in name)
-        else x
-        for name, x in params().items()
-    }
+    attention = re.compile(r"(?=.*attn\.proj).*(det_stages\.3|diff_blocks)")
+    weights = {name: 0 * x if attention.match(name) else x for name, x in params().items()}
     monkeypatch.setattr(tiling, "TILE_CELLS", cells)
     latents, session = normal(1, 128, 5, 3, 4), opened(backend, weights)
     plan = tiling.plan_feature_tiles("auto", *features(CONFIG, (5, 3, 4)))
@@ -178,8 +172,7 @@ def test_a_long_clip_is_cut_in_time_too_and_ramps_are_the_official_ones():
     found = tiling.plan_feature_tiles("auto", *released)
     first, second = found.frames[:2]
     assert first.stop - second.start == 20 and second.first == 2 * second.start - 1
-    assert first.first == 0
-    assert found.frames[-1].end == 481
+    assert first.first == 0 and found.frames[-1].end == 481
     rise = np.arange(1, 41) / 41
     np.testing.assert_allclose(second.weights[:40], rise, rtol=1e-6)
     np.testing.assert_allclose(first.weights[-40:], rise[::-1], rtol=1e-6)
@@ -190,10 +183,8 @@ def test_the_plan_knows_every_call(opened):
     session = opened("cuda")
     geometry = Geometry.of(session.config, 128, 96, 33, Fraction(24))
     stage = decoding("diffusion", geometry, session.config, "auto", Noise((1, 2)))
-    assert [call.network for call in stage.needs(session.config)] == [
-        "diffusion-features",
-        "diffusion-decoder",
-    ] * 2
+    networks = [call.network for call in stage.needs(session.config)]
+    assert networks == ["diffusion-features", "diffusion-decoder"] * 2
     assert stage.draws(session.config) == {"decoder": (2, 3, 33, 96, 128)}
     (cost,) = session.costs([stage])
     assert cost.flops > 0 and cost.weights_bytes == sum(4 * x.size for x in params().values())

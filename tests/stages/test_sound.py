@@ -113,9 +113,8 @@ def test_reach_of_the_audio_decoder():
     at, latents = 5, 30
     graph = audio_vae.trace_decoder(AUDIO_VAE, 1, latents, "float32")
     (before, after) = audio_vae.reach(AUDIO_VAE)
-    first, last = depending(
-        graph, weights("vae"), {"latent": normal(1, 8, latents, 16)}, "latent", at
-    )
+    feeds = {"latent": normal(1, 8, latents, 16)}
+    first, last = depending(graph, weights("vae"), feeds, "latent", at)
     assert (first, after) == (4 * at - 3, 0)
     assert at + before - 1 <= (last + 3) // 4 <= at + before
 
@@ -154,9 +153,8 @@ def test_a_waveform_in_chunks_is_the_whole(version, kind):
 
     for length in (size - 1, size, size + 1, 3 * size):
         mel = normal(1, 2, length, 4)
-        found = chunks(length, size, vocoder.reach(config)).run(
-            mel, run, vocoder.frame_samples(config)
-        )
+        parts = chunks(length, size, vocoder.reach(config))
+        found = parts.run(mel, run, vocoder.frame_samples(config))
         assert relative_l2(found, run(mel, "cuda")) <= SAME[version], length
 
 
@@ -174,9 +172,8 @@ def test_a_spectrogram_in_chunks_is_the_whole(latents):
 
 @pytest.fixture(params=["cuda", pytest.param("tpu", marks=pytest.mark.slow)])
 def session(request, tiny):
-    opened = open_session(
-        ModelOptions(model=tiny("tiny-2.0", "official"), backend=request.param, device="cpu")
-    )
+    options = ModelOptions(request.param, tiny("tiny-2.0", "official"), device="cpu")
+    opened = open_session(options)
     yield opened
     opened.close()
 
@@ -209,9 +206,7 @@ def test_another_duration_builds_nothing(session):
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
 @pytest.mark.parametrize("name", ["tiny-2.0", "tiny-2.3", "tiny-2.5"])
 def test_sound_of_a_model_in_chunks_is_the_whole(name, backend, tiny, monkeypatch):
-    session = open_session(
-        ModelOptions(model=tiny(name, "official"), backend=backend, device="cpu")
-    )
+    session = open_session(ModelOptions(backend, tiny(name, "official"), device="cpu"))
     for latents in (30, 80, 81, 200):
         latent = normal(1, 8, latents, 16)
         mel, waveform = decode_sound(session, latent)

@@ -6,13 +6,12 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLLTX2Audio
 
 from ltx2rt.media.sound import resample
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.mel import log_mel
 from ltx2rt.run.run import sample_rate
-from ltx2rt.session.open import open_session
-from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages import source_sound
 from ltx2rt.stages.source_sound import SourceSound
@@ -21,23 +20,6 @@ from ltx2rt.testing import relative_l2
 from tests.conftest import refused
 
 RATE, FRAMES, FPS = 22050, 17, Fraction(24)  # 0.708 s, 18 latents, which need 17 / 25 s
-
-
-@pytest.fixture(scope="module")
-def sessions(tiny):
-    opened = {}
-
-    def get(backend):
-        if backend not in opened:
-            options = ModelOptions(
-                backend, tiny("tiny-2.3", "diffusers"), device="cpu", dtype="float32"
-            )
-            opened[backend] = open_session(options)
-        return opened[backend]
-
-    yield get
-    for session in opened.values():
-        session.close()
 
 
 def recording(path, size, channels=2, rate=RATE):
@@ -62,14 +44,12 @@ def run(session, stage):
 
 
 @pytest.mark.parametrize("backend", ["cuda", "tpu"])
-def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, tiny, tmp_path):
+def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, folder, tmp_path):
     """Also of a sound with more latents than the clip, which are cut."""
-    from diffusers import AutoencoderKLLTX2Audio
-
-    session, samples = sessions(backend), recording(tmp_path / "a.wav", 20001)
+    session, samples = sessions[backend], recording(tmp_path / "a.wav", 20001)
     state = run(session, stage(session, tmp_path / "a.wav", start_s=0.01, max_duration_s=0.8))
     cut = samples[None, :, round(0.01 * RATE) : round(0.01 * RATE) + round(0.8 * RATE)]
-    vae = AutoencoderKLLTX2Audio.from_pretrained(tiny("tiny-2.3", "diffusers") / "audio_vae").eval()
+    vae = AutoencoderKLLTX2Audio.from_pretrained(folder / "audio_vae").eval()
     with torch.no_grad():
         mel = torch.from_numpy(log_mel(resample(cut, RATE, 16000), session.config.audio_vae))
         z = vae.encode(mel).latent_dist.mode().transpose(1, 2).flatten(2)
@@ -83,7 +63,7 @@ def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, tiny, tmp_p
 
 
 def test_one_channel_is_doubled_and_said(sessions, tmp_path, capsys):
-    session, samples = sessions("cuda"), recording(tmp_path / "mono.wav", 20000, channels=1)
+    session, samples = sessions["cuda"], recording(tmp_path / "mono.wav", 20000, channels=1)
     two = run(session, stage(session, tmp_path / "mono.wav", num_videos=2))
     kept = samples[:, : round(FRAMES / FPS * RATE)]
     np.testing.assert_array_equal(two.waveforms, np.broadcast_to(kept, (2, 2, kept.shape[1])))
@@ -96,7 +76,7 @@ def test_one_channel_is_doubled_and_said(sessions, tmp_path, capsys):
 
 def test_missing_sound_is_said_once_by_the_main_process(sessions, tmp_path, capsys, monkeypatch):
     """The reader says it, whatever the stage then makes of too little sound."""
-    path, session = tmp_path / "torn.wav", sessions("cuda")
+    path, session = tmp_path / "torn.wav", sessions["cuda"]
     samples = recording(path, 20000)
 
     def torn(path, *_, say, **__):
@@ -113,7 +93,7 @@ def test_missing_sound_is_said_once_by_the_main_process(sessions, tmp_path, caps
 
 def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):
     """A file of 17 / 25 s is whole, two samples less are short."""
-    session, enough = sessions("cuda"), round(17 / 25 * RATE)
+    session, enough = sessions["cuda"], round(17 / 25 * RATE)
     recording(tmp_path / "enough.wav", enough)
     stage(session, tmp_path / "enough.wav").check(session)
     short = recording(tmp_path / "short.wav", enough - 2)
@@ -123,9 +103,8 @@ def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):
     padded = run(session, stage(session, tmp_path / "short.wav", fit="pad"))
     assert capsys.readouterr().err.endswith("silence follows up to 0.7083 s\n")
     length = round(FRAMES / FPS * RATE)
-    np.testing.assert_array_equal(
-        padded.waveforms[0], np.pad(short, ((0, 0), (0, length - short.shape[1])))
-    )
+    filled = np.pad(short, ((0, 0), (0, length - short.shape[1])))
+    np.testing.assert_array_equal(padded.waveforms[0], filled)
     with wave.open(str(tmp_path / "by-hand.wav"), "wb") as file:
         file.setparams((2, 2, RATE, length, "NONE", ""))
         file.writeframes((padded.waveforms[0] * 2**15).astype("<i2").T.tobytes())

@@ -1,13 +1,16 @@
 """A given file becomes the latents that the reference makes of it, in one tile or in many."""
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
 import torch
+from diffusers import AutoencoderKLLTX2Video
 
 import ltx2rt
 from ltx2rt.media.images import fit
+from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.stopwatch import Stopwatch
@@ -21,34 +24,24 @@ NUM_FRAMES, WIDTH, HEIGHT = 33, 96, 64
 
 
 @pytest.fixture(scope="module")
-def session(tiny):
-    with ltx2rt.open(tiny("tiny-2.3", "diffusers"), backend="cuda", device="cpu") as opened:
+def session(folder):
+    with ltx2rt.open(folder, backend="cuda", device="cpu") as opened:
         yield opened.resident
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """36 frames of another size, of which three are over."""
-    from fractions import Fraction
-
-    from ltx2rt.media.mp4 import write_mp4
-
     f, y, x = np.mgrid[:36, :50, :70].astype(np.float32)
-    frames = np.stack(
-        [np.sin(x / 7 + f / 3), np.cos(y / 5 + f / 4), np.sin(f / 2) * np.sin(x * y / 200)]
-    )
+    waves = np.sin(x / 7 + f / 3), np.cos(y / 5 + f / 4), np.sin(f / 2) * np.sin(x * y / 200)
     path = tmp_path_factory.mktemp("source") / "a.mp4"
-    write_mp4(path, [frames], num_frames=36, fps=Fraction(24))
+    write_mp4(path, [np.stack(waves)], num_frames=36, fps=Fraction(24))
     return path
 
 
 @pytest.fixture(scope="module")
-def vae(tiny):
-    from diffusers import AutoencoderKLLTX2Video
-
-    return AutoencoderKLLTX2Video.from_pretrained(
-        tiny("tiny-2.3", "diffusers") / "vae", torch_dtype=torch.float32
-    )
+def vae(folder):
+    return AutoencoderKLLTX2Video.from_pretrained(folder / "vae", torch_dtype=torch.float32)
 
 
 def pixels(file, count=NUM_FRAMES, stride=1):
@@ -63,8 +56,12 @@ def encode(vae, frames):
         return ((vae.encode(torch.from_numpy(frames)).latent_dist.mode() - mean) / std).numpy()
 
 
-def geometry(session, num_frames=NUM_FRAMES):
-    return Geometry.of(session.config, WIDTH, HEIGHT, num_frames, 24)
+def source(session, file, num_frames=NUM_FRAMES, tiles="off", **how):
+    """The stage of a clip of so many frames."""
+    g = Geometry.of(session.config, WIDTH, HEIGHT, num_frames, 24)
+    if isinstance(tiles, str):
+        tiles = plan_encoder_tiles(tiles, (g.frames, g.rows, g.columns), session.config.video_vae)
+    return SourceVideo(file, g, tiles, **how)
 
 
 def run(session, stage):
@@ -77,10 +74,7 @@ def run(session, stage):
 
 
 def test_many_frames_in_one_tile_are_diffusers(session, file, vae):
-    g = geometry(session)
-    stage = SourceVideo(
-        file, g, plan_encoder_tiles("auto", (g.frames, g.rows, g.columns), session.config.video_vae)
-    )
+    stage = source(session, file, tiles="auto")
     assert [call.sizes for call in stage.needs(session.config)] == [(1, 3, 33, 64, 96)]
     found = run(session, stage)
     assert found.shape == (1, 128, 5, 2, 3)
@@ -91,15 +85,14 @@ def test_many_frames_in_one_tile_are_diffusers(session, file, vae):
 def test_tiles_blend_in_latents_as_the_reference_does(session, file, vae):
     """Tiles of 3 x 2 x 2 latents; later ones start early at weight 0."""
     spans = (time_spans(5, 3, 1, 1), space_spans(2, 2, 1, 1), space_spans(3, 2, 1, 1))
-    found = run(session, SourceVideo(file, geometry(session), Tiling(*spans)))
+    found = run(session, source(session, file, tiles=Tiling(*spans)))
 
     frames, expected, total = pixels(file), np.zeros((1, 128, 5, 2, 3)), np.zeros((5, 2, 3))
     in_time = [((0, 3), [1, 1, 0.5]), ((1, 5), [0, 0.5, 1, 1])]
     in_rows = [((0, 2), [1, 1])]
     in_columns = [((0, 2), [1, 0.5]), ((1, 3), [0.5, 1])]
-    for ((t0, t1), wt), ((r0, r1), wr), ((c0, c1), wc) in itertools.product(
-        in_time, in_rows, in_columns
-    ):
+    tiles = itertools.product(in_time, in_rows, in_columns)
+    for ((t0, t1), wt), ((r0, r1), wr), ((c0, c1), wc) in tiles:
         tile = frames[:, :, 8 * t0 : 8 * (t1 - 1) + 1, 32 * r0 : 32 * r1, 32 * c0 : 32 * c1]
         weights = np.einsum("t,r,c->trc", wt, wr, wc)
         expected[:, :, t0:t1, r0:r1, c0:c1] += encode(vae, np.ascontiguousarray(tile)) * weights
@@ -132,27 +125,15 @@ def test_official_tiles_of_a_large_source(session):
 
 
 def test_every_other_frame_after_the_first(session, file, vae):
-    g = geometry(session, 17)
-    tiling = plan_encoder_tiles("off", (3, 2, 3), session.config.video_vae)
-    found = run(session, SourceVideo(file, g, tiling, stride=2))
+    found = run(session, source(session, file, 17, stride=2))
     assert relative_l2(found, encode(vae, pixels(file, 32, 2))) < 1e-5
 
 
-def test_frames_that_are_over_are_left_out_with_a_note(session, file, capsys):
-    stage = SourceVideo(
-        file, geometry(session), plan_encoder_tiles("off", (5, 2, 3), session.config.video_vae)
-    )
-    stage.check(session)
+def test_a_longer_file_is_cut_with_a_note_and_a_shorter_one_refused(session, file, capsys):
+    source(session, file).check(session)
     assert "the last 3 of its 36 frames are left out" in capsys.readouterr().err
-
-
-def test_a_file_that_is_too_short_is_refused(session, file):
-    longer = geometry(session, 49)
-    stage = SourceVideo(
-        file, longer, plan_encoder_tiles("off", (7, 2, 3), session.config.video_vae), "--reference"
-    )
     with refused(r"--reference: .*a\.mp4 has 36 frames, 49 are read; pass a longer one"):
-        stage.check(session)
+        source(session, file, 49, flag="--reference").check(session)
 
 
 @pytest.mark.parametrize(

@@ -79,12 +79,8 @@ class Moved:
 
 
 @pytest.fixture(scope="module")
-def sessions(tiny, on_both):
-    def get(generation):
-        preset, how = f"tiny-{generation}", {"distilled_lora": NO_LORA, "assume": "distilled"}
-        return on_both(preset, **how), tiny(preset, "diffusers")
-
-    return get
+def both(on_both, generation):
+    return on_both(f"tiny-{generation}", distilled_lora=NO_LORA, assume="distilled")
 
 
 def run(session, name="distilled", **more):
@@ -92,14 +88,15 @@ def run(session, name="distilled", **more):
     return denoised(session, make_request(name, prompt="a fox in the snow", **size))
 
 
-@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
-def test_every_step_is_the_formula_over_diffusers(sessions, generation):
+@pytest.mark.parametrize(
+    "generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"], indirect=True
+)
+def test_every_step_is_the_formula_over_diffusers(both, tiny, generation):
     """Of stage 1, on both backends; sound reads the prompt alone."""
-    both, folder = sessions(generation)
     given = {"nag": "11:1.1:0.5", "negative_prompt": "a grey day"}
     runs = {name: run(session, **given) for name, session in both.items()}
     plan, state = runs["cuda"]
-    module = stored_module(folder)
+    module = stored_module(tiny(f"tiny-{generation}", "diffusers"))
     processor = Moved((11, 1.1, 0.5))
     for block in module.transformer_blocks:
         block.attn2.processor = processor
@@ -111,9 +108,8 @@ def test_every_step_is_the_formula_over_diffusers(sessions, generation):
     assert 0 < np.mean(processor.cut) < 1
 
 
-def test_a_scale_of_one_is_the_plain_clip(sessions):
+def test_a_scale_of_one_is_the_plain_clip(both):
     """Bit for bit, in both stages; a greater one is not."""
-    both, _ = sessions("2.3")
     _, plain = run(both["cuda"])
     _, neutral = run(both["cuda"], nag=1)
     _, moved = run(both["cuda"], nag=11)
@@ -123,8 +119,7 @@ def test_a_scale_of_one_is_the_plain_clip(sessions):
         assert relative_l2(moved.record[name][-1], plain.record[name][-1]) > 1e-4
 
 
-def test_given_clips_take_it_without_guidance(sessions, film):
-    both, _ = sessions("2.3")
+def test_given_clips_take_it_without_guidance(both, film):
     more = {"video_path": film, "noise_level": 0.725, "nag": 5}
     plan = make_plan(both["cuda"], make_request("v2v", prompt="fox", seed=1, **more))
     assert plan.request.negative_prompt and len(plan.request.prompts) == 2

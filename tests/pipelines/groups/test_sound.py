@@ -1,5 +1,7 @@
 """A reference's sound: every step is the formula over diffusers, its tokens behind the clip's."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -15,7 +17,7 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound_reference import SoundReference
 from ltx2rt.testing import relative_l2
-from tests.conftest import denoised
+from tests.conftest import denoised, normal
 from tests.reference import assert_stage, positions_of, stored_module
 
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "steps": 2, "seed": 5}
@@ -24,13 +26,9 @@ TARGETS = 18  # audio latents of 17 frames at 24 fps
 
 
 @pytest.fixture(scope="module")
-def sessions(tiny, on_both):
-    def get(generation):
-        folder = tiny(f"tiny-{generation}", "diffusers")
-        lora = LoraSpec(folder / f"tiny-{generation}-distilled-lora.safetensors", 0.0)
-        return on_both(f"tiny-{generation}", assume="dev", distilled_lora=lora), folder
-
-    return get
+def both(tiny, on_both, generation):
+    lora = tiny(f"tiny-{generation}", "diffusers") / f"tiny-{generation}-distilled-lora.safetensors"
+    return on_both(f"tiny-{generation}", assume="dev", distilled_lora=LoraSpec(lora, 0.0))
 
 
 @pytest.fixture(scope="module")
@@ -52,20 +50,14 @@ def encoded(folder, path):
     vae = AutoencoderKLLTX2Audio.from_pretrained(folder / "audio_vae").eval()
     waveform, rate = read_sound(path)
     waveform = np.broadcast_to(waveform, (2, waveform.shape[1]))
-    mel = log_mel(resample(waveform[None], rate, 16000), session_config(vae))
+    names = ("mel_hop", "mel_hop_length"), ("sample_rate", "sample_rate"), ("mel_bins", "mel_bins")
+    config = SimpleNamespace(**{ours: vae.config[theirs] for ours, theirs in names})
+    mel = log_mel(resample(waveform[None], rate, 16000), config)
     mel = mel[:, :, : (mel.shape[2] - 1) // 4 * 4 + 1]
     with torch.inference_mode():
         latent = vae.encode(torch.from_numpy(mel)).latent_dist.mode()
     tokens = latent.transpose(1, 2).flatten(2)
     return ((tokens - vae.latents_mean) / vae.latents_std)[0].numpy()
-
-
-class session_config:
-    """The fields of the audio VAE's config that the mel spectrogram reads."""
-
-    def __init__(self, vae):
-        self.mel_hop, self.sample_rate = vae.config.mel_hop_length, vae.config.sample_rate
-        self.mel_bins = vae.config.mel_bins
 
 
 def places_of(request, config, before, count):
@@ -95,13 +87,12 @@ def heard(voice, at, strength):
     pytest.param("2.0", "before", 0.75, True, marks=pytest.mark.long),
     pytest.param("2.3", "voice", 1.0, False, marks=pytest.mark.long),
     pytest.param("2.0", "voice", 1.0, True, marks=pytest.mark.long),
-])  # fmt: skip
+], indirect=["generation"])  # fmt: skip
 def test_every_step_is_the_formula_over_diffusers(
-    sessions, voice, generation, at, strength, guided
+    both, tiny, voice, generation, at, strength, guided
 ):
-    """On both backends. Of the branch that a voice guides away from diffusers is not given its
-    tokens at all."""
-    both, folder = sessions(generation)
+    """On both backends; diffusers has no tokens of a voice in the branch that it guides away from."""
+    folder = tiny(f"tiny-{generation}", "diffusers")
     given = {"voice": voice, "voice_guidance": 2.5} if at == "voice" else heard(voice, at, strength)
     given |= {} if guided else NEUTRAL
     runs = {name: run(session, **given) for name, session in both.items()}
@@ -120,18 +111,15 @@ def test_every_step_is_the_formula_over_diffusers(
     assert_stage(runs, "stage1", *given, guided=plan.request, **how)
 
 
-def test_a_voice_that_does_not_guide_is_sound_before_the_clip(sessions, voice):
-    both, _ = sessions("2.3")
-    session = both["cuda"]
-    _, plain = run(session, audio_conditioning=str(voice), audio_conditioning_at="before")
-    _, unguided = run(session, voice=voice, voice_guidance=0.0)
+def test_a_voice_that_does_not_guide_is_sound_before_the_clip(both, voice):
+    _, plain = run(both["cuda"], audio_conditioning=str(voice), audio_conditioning_at="before")
+    _, unguided = run(both["cuda"], voice=voice, voice_guidance=0.0)
     for m in ("video", "audio"):
         name = f"stage1.{m}.steps"
         np.testing.assert_array_equal(unguided.record[name], plain.record[name])
 
 
-def test_the_second_stage_keeps_the_sound_of_the_first(sessions, voice):
-    both, _ = sessions("2.3")
+def test_the_second_stage_keeps_the_sound_of_the_first(both, voice):
     for name in ("two-stage", "distilled"):
         _, state = run(both["cuda"], name, voice=voice)
         assert not [key for key in state.record if key.startswith("stage2.audio")]
@@ -140,17 +128,16 @@ def test_the_second_stage_keeps_the_sound_of_the_first(sessions, voice):
         assert state.record["stage1.audio.noise"].shape[1] > TARGETS
 
 
-def test_the_clip_has_its_own_sound_alone(sessions, voice):
-    (both, _), given = sessions("2.3"), {"audio_conditioning": str(voice)}
-    _, state = run(both["cuda"], audio_conditioning_at="before", **given)
+def test_the_clip_has_its_own_sound_alone(both, voice):
+    _, state = run(both["cuda"], audio_conditioning_at="before", audio_conditioning=str(voice))
     assert state.sound.shape == (1, 8, TARGETS, 16)
     last = state.record["stage1.audio.steps"][-1]
     np.testing.assert_array_equal(pack_audio(state.sound)[0], last[:TARGETS])
     np.testing.assert_array_equal(last[TARGETS:], pack_audio(state.record["reference.audio"])[0])
 
 
-def test_every_stage_and_sound_alone_follow_it(sessions, voice):
-    (both, _), given = sessions("2.3"), {"audio_conditioning": str(voice)}
+def test_every_stage_and_sound_alone_follow_it(both, voice):
+    given = {"audio_conditioning": str(voice)}
     _, state = run(both["cuda"], "two-stage", audio_conditioning_at="before", **given)
     for stage in ("stage1", "stage2"):
         assert state.record[f"{stage}.audio.noise"].shape[1] > TARGETS
@@ -161,8 +148,7 @@ def test_every_stage_and_sound_alone_follow_it(sessions, voice):
     assert alone.record["stage1.audio.steps"].shape == (2, TARGETS + count, 128)
 
 
-def test_later_segments_hear_the_voice_and_keep_their_own_first_stage(sessions, voice):
-    both, _ = sessions("2.3")
+def test_later_segments_hear_the_voice_and_keep_their_own_first_stage(both, voice):
     more = {"segment_frames": 33, "num_frames": 49, "overlap": 17, "voice": voice, "seed": 1}
     plan = make_plan(both["cuda"], make_request("distilled", prompt="hi", **SIDES | more))
     first, _, later, last = (s for s in plan.stages if isinstance(s, Denoise))
@@ -172,11 +158,9 @@ def test_later_segments_hear_the_voice_and_keep_their_own_first_stage(sessions, 
     assert later.masks and not last.masks and last.frozen == ("audio",)
 
 
-def test_sound_longer_than_the_clip_is_cut_where_both_begin(sessions, tmp_path, capsys):
-    both, _ = sessions("2.3")
+def test_sound_longer_than_the_clip_is_cut_where_both_begin(both, tmp_path, capsys):
     session, path = both["cuda"], tmp_path / "long.wav"
-    sound = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 16000)).astype(np.float32)
-    write_wav(path, sound, 16000)
+    write_wav(path, normal(2, 16000) / 9, 16000)
     for at, count in (("start", TARGETS), ("before", 26)):
         given = {"audio_conditioning": (path, 1.0), "audio_conditioning_at": at}
         plan = make_plan(session, make_request("one-stage", prompt="fox", **SIZE | given))
