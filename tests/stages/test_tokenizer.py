@@ -2,6 +2,8 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from ltx2rt.stages.tokenizer import check_vocabulary, tokenize
 from tests.conftest import refused
@@ -11,11 +13,8 @@ WORDS = ["<pad>", "<eos>", "<bos>", "<unk>", "a", "cat", "sings", "loudly"]
 
 @pytest.fixture(params=[True, False], ids=["file adds BOS", "file adds nothing"])
 def tokenizer_json(tmp_path, request):
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-
-    tokenizer = Tokenizer(
-        models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>")
-    )
+    vocabulary = {word: i for i, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(WORDS[:4])
     if request.param:
@@ -43,26 +42,17 @@ def test_a_long_prompt_keeps_its_beginning(tokenizer_json):
 
 @pytest.mark.parametrize("tokenizer_json", [True], indirect=True)
 def test_the_same_ids_as_transformers(tokenizer_json):
-    from transformers import PreTrainedTokenizerFast
-
-    reference = PreTrainedTokenizerFast(
-        tokenizer_file=str(tokenizer_json),
-        bos_token="<bos>",
-        pad_token="<pad>",
-        padding_side="left",
-    )
+    tokens = {"bos_token": "<bos>", "pad_token": "<pad>", "padding_side": "left"}
+    reference = PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_json), **tokens)
     prompts = ["a cat", "a cat sings loudly what"]
     ids, mask = tokenize(tokenizer_json, prompts, length=16)
-    expected = reference(
-        prompts, padding="max_length", max_length=16, truncation=True, return_tensors="np"
-    )
+    how = {"padding": "max_length", "max_length": 16, "truncation": True}
+    expected = reference(prompts, **how, return_tensors="np")
     np.testing.assert_array_equal(ids, expected.input_ids)
     np.testing.assert_array_equal(mask, expected.attention_mask)
 
 
 def test_a_broken_or_foreign_file_is_refused(tmp_path):
-    from tokenizers import Tokenizer, models
-
     path = tmp_path / "tokenizer.json"
     path.write_text("{")
     with refused(r"not a readable tokenizer\.json"):

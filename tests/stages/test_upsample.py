@@ -11,7 +11,7 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
-from tests.conftest import refused
+from tests.conftest import normal, refused
 
 
 @pytest.fixture(scope="module")
@@ -29,30 +29,22 @@ def sessions(tmp_path_factory):
         session.close()
 
 
-@pytest.mark.parametrize(
-    ("kind", "stage", "scale", "after"),
-    [
-        ("x2", Upsample, Fraction(2), (384, 256, 9)),
-        ("x1.5", Upsample, Fraction(3, 2), (288, 192, 9)),  # sizes that divide by 96
-        ("temporal", UpsampleTime, Fraction(1), (192, 128, 17)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "stage", "scale", "after"), [
+    ("x2", Upsample, Fraction(2), (384, 256, 9)),
+    ("x1.5", Upsample, Fraction(3, 2), (288, 192, 9)),  # sizes that divide by 96
+    ("temporal", UpsampleTime, Fraction(1), (192, 128, 17)),
+])  # fmt: skip
 def test_the_next_stages_latents(sessions, kind, stage, scale, after):
     session = sessions[kind]
     before, expected = (Geometry.of(session.config, *size, 24) for size in ((192, 128, 9), after))
     made, state = stage(before, 2, *([] if stage is UpsampleTime else [scale])), State(keep=True)
     session.audit([made])
-    state.video = np.random.default_rng(0).standard_normal((2, *before.video_shape[1:]), np.float32)
+    state.video = normal(2, *before.video_shape[1:])
     made.run(session, state, Stopwatch())
     assert state.video.shape == (2, *expected.video_shape[1:]) and np.isfinite(state.video).all()
-    np.testing.assert_array_equal(
-        state.record["upsampled_round1" if kind == "temporal" else "upsampled"], state.video
-    )
-    config = (
-        session.config.part("temporal_upsampler")
-        if stage is UpsampleTime
-        else session.config.upsampler
-    )
+    in_time, config = kind == "temporal", session.config
+    np.testing.assert_array_equal(state.record["upsampled" + "_round1" * in_time], state.video)
+    config = config.part("temporal_upsampler") if in_time else config.upsampler
     assert config.scale == scale and config.output_grid(2, 4, 6) == expected.video_shape[2:]
 
 
