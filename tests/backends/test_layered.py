@@ -21,7 +21,7 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.stages.text import Text
 from ltx2rt.testing import ArraySource, random_params
 from ltx2rt.weights.presets import preset
-from tests.conftest import assert_near
+from tests.conftest import assert_near, assert_same
 from tests.virtual import on_devices
 
 HERE = Path(__file__)
@@ -74,8 +74,7 @@ def ways(graph: Graph, mesh: dict[str, int] | None = None) -> list[dict[str, np.
 def check(graph: Graph, mesh: dict[str, int] | None = None) -> None:
     resident, *others = ways(graph, mesh)
     for other in others:
-        for name, x in resident.items():
-            assert np.array_equal(other[name], x), name
+        assert_same(other, resident)
 
 
 @pytest.fixture
@@ -168,10 +167,9 @@ def full_size(topology: str, name: str) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize(
-    "topology, name, count",
-    [("v6e:2x4", "ltx-2.3", 7), ("v5e:2x4", "ltx-2.3", 7), ("v6e:2x4", "ltx-2.5", 12)],
-)
+@pytest.mark.parametrize("topology, name, count", [
+    ("v6e:2x4", "ltx-2.3", 7), ("v5e:2x4", "ltx-2.3", 7), ("v6e:2x4", "ltx-2.5", 12),
+])  # fmt: skip
 def test_layers_of_full_size_fit_one_chip(topology, name, count):
     env = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     programs = json.loads(on_devices(1, HERE, topology, name, **env).splitlines()[-1])

@@ -29,7 +29,7 @@ from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.presets import preset
-from tests.conftest import refused
+from tests.conftest import assert_near, refused
 from tests.placed_cases import Case, case
 from tests.virtual import on_devices
 
@@ -160,8 +160,7 @@ def test_gradients_of_a_fused_program_are_those_of_the_plain_one():
         module = as_module(backend.lower(one.graph, fused=fused), ArraySource(one.params))  # type: ignore[call-arg]
         sum(value.square().sum() for value in module(**one.inputs).values()).backward()
         found.append({name: p.grad for name, p in module.named_parameters()})
-    for name, gradient in found[0].items():
-        assert relative_l2(gradient, found[1][name]) <= CLOSE, name
+    assert_near(*found, CLOSE)
 
 
 @pytest.mark.slow

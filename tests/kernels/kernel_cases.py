@@ -62,9 +62,10 @@ def _rows(x, batch, tokens, width, count) -> tuple[list[torch.Tensor], tuple]:
     return [x(*shape) for shape, _ in chosen], tuple(view for _, view in chosen)
 
 
-def norm_modulate(x: Operands, pairs: int = 1, width: int = 37) -> Case:
+def norm_modulate(x: Operands, pairs=1, width=37, op="norm_modulate") -> Case:
     rows, views = _rows(x, 2, 5, width, 2 * pairs)
-    return "norm_modulate", [x.inside(2, 5, width), *rows], {"views": views, "eps": 1e-6}
+    eps = {} if op == "modulate" else {"eps": 1e-6}
+    return op, [x.inside(2, 5, width), *rows], {"views": views} | eps
 
 
 def norm_scale(x: Operands, shape: tuple[int, ...]) -> Case:
@@ -75,21 +76,13 @@ def norm_scale(x: Operands, shape: tuple[int, ...]) -> Case:
     return "norm_scale", operands, {"views": views, "eps": 1e-6}
 
 
-def modulate(x: Operands) -> Case:
-    rows, views = _rows(x, 2, 5, 37, 2)
-    return "modulate", [x.inside(2, 5, 37), *rows], {"views": views}
-
-
 def modulate_frames(x: Operands) -> Case:
     """Frames, rows and columns of the diffusion decoder: a scale for each sample, a shift for all."""
     views = ((2, 1, 1, 1, 37), (1, 1, 1, 1, 37))
     return "modulate", [x(2, 3, 4, 5, 37), x(2, 37), x(37)], {"views": views}
 
 
-def residual(
-    x: Operands, pairs: int = 0, width: int = 37, op: str = "residual_norm_modulate",
-    samples: int | None = None,
-) -> Case:  # fmt: skip
+def residual(x, pairs=0, width=37, op="residual_norm_modulate", samples=None) -> Case:
     """samples: the residual comes without its bias, and lacks the samples from there on."""
     rows, views = _rows(x, 3, 5, width, 1 + 2 * pairs)
     operands = [x(3, 5, width), x.inside(samples or 3, 5, width)]
@@ -100,14 +93,7 @@ def residual(
     return op, [*operands, *rows], plan | {"views": views}
 
 
-def gated_residual(x: Operands) -> Case:
-    """A gate for each token."""
-    return "gated_residual", [x(2, 5, 37) for _ in range(3)], {"views": ((2, 5, 37),)}
-
-
-def by_level(
-    x: Operands, pairs: int, op: str = "residual_norm_modulate", batched: bool = False
-) -> Case:
+def by_level(x, pairs, op="residual_norm_modulate", batched=False) -> Case:
     """3 levels over 5 tokens, some of them skipped. Rows in turn: a view of all modulation rows, as
     the model has them; per sample; by level for all samples."""
     width, eps = 37, {} if op == "gated_residual" else {"eps": 1e-6}
@@ -167,8 +153,7 @@ def linear_gelu(x: Operands) -> Case:
 
 
 def head_gate(x: Operands) -> Case:
-    """y as attention leaves it: heads before tokens in memory; the logits a slice of a packed
-    projection."""
+    """y as attention leaves it, heads before tokens; the logits a slice of a packed projection."""
     return "head_gate", [x.inside(2, 5, 3, 10, axes=(0, 2, 1, 3)), x.inside(2, 5, 3)], {}
 
 
@@ -239,7 +224,7 @@ def stored(x: Operands, encoding: str, width: int = 512) -> Case:
 
 
 CASES: dict[str, Callable[[Operands], Case]] = {
-    "modulate": modulate,
+    "modulate": partial(norm_modulate, op="modulate"),
     "modulate of frames": modulate_frames,
     "norm_modulate": norm_modulate,
     "norm_modulate two pairs": partial(norm_modulate, pairs=2),
@@ -250,7 +235,8 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "residual_norm_modulate two pairs, wide": partial(residual, pairs=2, width=1030),
     "residual_norm_modulate without rows": residual,
     "gated_residual per sample": partial(residual, op="gated_residual"),
-    "gated_residual per token": gated_residual,
+    "gated_residual per token":
+        lambda x: ("gated_residual", [x(2, 5, 37) for _ in range(3)], {"views": ((2, 5, 37),)}),
     "gated_residual of a partial sum": partial(residual, op="gated_residual", samples=3),
     "residual_norm_modulate of a partial sum": partial(residual, pairs=1, samples=2),
     "norm_modulate by level": partial(by_level, op="norm_modulate", pairs=2),

@@ -212,13 +212,10 @@ def test_compiled_graphs_hold_the_plain_ops():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "launches",
-    [
-        pytest.param("(?!.*(2048|32 heads of 64|4 heads of 128))", id="one size of each"),
-        pytest.param("", id="all", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("launches", [
+    pytest.param("(?!.*(2048|32 heads of 64|4 heads of 128))", id="one size of each"),
+    pytest.param("", id="all", marks=pytest.mark.slow),
+])  # fmt: skip
 def test_kernels_compile_for_hopper_without_spills(launches, tmp_path):
     """As launched at full size: 128 registers for each of 512 threads are all 65536 of a processor."""
     environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}

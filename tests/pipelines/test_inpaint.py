@@ -1,6 +1,5 @@
 """inpaint: cells and pixels by their definition, every step over diffusers, kept pixels outside."""
 
-from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -9,7 +8,7 @@ from PIL import Image
 
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
-from ltx2rt.models.geometry import pack_audio, pack_video
+from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.stages.region import FADE_PX, Region, near
@@ -45,9 +44,8 @@ def mask_file(path, mask):
 
 
 def run(session, path, **more):
-    return denoised(
-        session, make_request("inpaint", prompt="a fox", video_path=path, seed=3, **more)
-    )
+    given = {"prompt": "a fox", "video_path": path, "seed": 3}
+    return denoised(session, make_request("inpaint", **given, **more))
 
 
 def grown(mask, px):
@@ -64,13 +62,10 @@ def test_a_cell_is_made_if_one_of_its_pixels_is(sessions, tmp_path, grow, pad):
     box = (slice(9, 10), slice(30, 31), slice(40, 60))
     mask = drawn(box, (slice(0, 1), slice(0, 1), slice(95, 96)))
     path = mask_file(tmp_path / "mask.mov", mask)
-    request = make_request("inpaint", prompt="fox", video_path="a.mp4", mask=path, pad=pad)
     region = Region(path, SIZE, 17, grow, pad)
     left, top, right, bottom = pad
     width, height = SIZE[1] + left + right, SIZE[0] + top + bottom
-    geometry = replace(
-        request, width=width, height=height, num_frames=17, fps=Fraction(24)
-    ).geometry(sessions["cuda"].config)
+    geometry = Geometry.of(sessions["cuda"].config, width, height, 17, Fraction(24))
     full = np.ones((17, height, width), bool)
     full[:, top : top + SIZE[0], left : left + SIZE[1]] = grown(mask, grow)
     np.testing.assert_array_equal(np.stack(list(region.masks())), full)
@@ -194,10 +189,8 @@ def test_a_rectangle_and_a_mask_follow_the_file(sessions, clip, tmp_path, fit, a
     box = (slice(None), slice(8, 24), slice(32, 56))
     given = {"mask_box": (32, 8, 24, 16)}, {"mask": mask_file(tmp_path / "m.png", drawn(box))}
     how = {"video_path": clip, "width": 48, "height": 96, "fit": fit, "mask_grow": 0}
-    plans = [
-        make_plan(sessions["cuda"], make_request("inpaint", prompt="a", **how, **one))
-        for one in given
-    ]
+    requests = [make_request("inpaint", prompt="a", **how, **one) for one in given]
+    plans = [make_plan(sessions["cuda"], request) for request in requests]
     first, second = (next(plan.request.region.masks()) for plan in plans)
     assert (first == second).all() and first.shape == (96, 48)
     assert tuple(np.argwhere(first)[0]) == at
