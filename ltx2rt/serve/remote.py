@@ -10,6 +10,7 @@ import base64
 import json
 import os
 import ssl
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -49,6 +50,7 @@ class RemoteServer:
     def __init__(self, url: str, token: str | None = None, own: bool = False):
         """own: it serves this batch only."""
         self.patience_s, self.own = ABSENT_S, own
+        self.left = threading.Event()  # set: no thread waits for it any longer
         if not url.startswith(("http://", "https://")):
             raise InputError(f"--server: {url[:80]!r}, expected http://HOST:PORT")
         self.url = url.rstrip("/")
@@ -115,18 +117,19 @@ class RemoteServer:
                     said = answer.read().decode(errors="replace")
                 if answer.status_code not in (429, 503):
                     raise InputError(_message(said) or f"{method} {path}: {answer.status_code}")
-                time.sleep(float(answer.headers.get("retry-after", AGAIN_S)))
+                if self.left.wait(float(answer.headers.get("retry-after", AGAIN_S))):
+                    raise InputError(f"--server: {self.url} is busy; run it again")
                 deadline = time.monotonic() + SILENT_S  # it lives
             except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
                 if getattr(error, "errno", None) in DISK_ERRORS:
                     raise
-                if time.monotonic() > deadline:
+                if self.left.is_set() or time.monotonic() > deadline:
                     reason = f"does not answer ({error}); start it, or wait"
                     raise InputError(f"--server: {self.url} {reason}") from None
                 if not told:
                     note(f"{self.url} does not answer; trying for {self.patience_s:.0f} s")
                 told = True
-                time.sleep(min(AGAIN_S, self.patience_s / 4))
+                self.left.wait(min(AGAIN_S, self.patience_s / 4))
 
 
 def _save(answer: httpx.Response, to: Path) -> None:
@@ -180,7 +183,11 @@ def admit(server: RemoteServer, lines: Sequence[Line], beside: Path) -> list[Ord
         return Order(line, seeded(line, kept["given"]), like)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        found = list(pool.map(checked, lines))
+        try:
+            found = list(pool.map(checked, lines))
+        except BaseException:  # a signal: the pool's threads end first
+            server.left.set()
+            raise
     orders = [one for one in found if isinstance(one, Order)]
     wrong = [one for one in found if isinstance(one, str)]
     wrong += clashes((o.line, int(o.given["seed"]), server.count(o.given)) for o in orders)

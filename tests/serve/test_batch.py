@@ -299,6 +299,24 @@ def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(mon
     assert "http://127.0.0.1:9 does not answer; trying for 0 s" in capsys.readouterr().err
 
 
+def test_a_signal_ends_a_batch_while_its_lines_are_checked(tmp_path):
+    """Its threads waited ten minutes for a server that the same signal had ended."""
+
+    def ended(*_):
+        raise KeyboardInterrupt
+
+    server = remote.RemoteServer("http://127.0.0.1:9")
+    server.patience_s, start = 60.0, time.monotonic()
+    before = signal.signal(signal.SIGALRM, ended)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            remote.admit(server, [Line(n, f"j{n}", {"prompt": "x"}) for n in range(9)], tmp_path)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert time.monotonic() - start < 30
+
+
 @pytest.mark.slow
 def test_a_batch_on_the_tiny_checkpoint_with_an_image(batch, tmp_path):
     from PIL import Image
