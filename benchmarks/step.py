@@ -59,8 +59,8 @@ from ltx2rt.session.session import Session
 from ltx2rt.session.weights import RetainedWeights
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.noise import standard_normal
-from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.presets import preset
+from tests.parity import ArraySource, random_params, relative_l2
 
 SAME = 1e-4  # relative L2 under which two implementations compute the same thing in float32
 

@@ -35,7 +35,7 @@ from safetensors.numpy import load_file
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines import FIRST, pipeline
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 from tests.virtual import xla_flags
 
 # jaxlib says at the very end what it leaks, over the results

@@ -18,8 +18,8 @@ from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import random_params
 from ltx2rt.weights.presets import preset
+from tests.parity import random_params
 
 DEVICES = (2, 3, 4)
 LAYERS, TOKENS, AUDIO_TOKENS, TEXT = 2, 12, 7, 8

@@ -19,9 +19,9 @@ from ltx2rt.config import TransformerConfig
 from ltx2rt.models import transformer
 from ltx2rt.models.geometry import audio_positions, video_positions
 from ltx2rt.models.guided_step import perturbed_blocks
-from ltx2rt.testing import ArraySource, relative_l2, run_graph
 from ltx2rt.weights.configs.transformer import diffusers_json
 from ltx2rt.weights.names import to_official
+from tests.parity import ArraySource, relative_l2, run_graph
 
 KINDS = ("numpy", "cuda", "tpu")
 GENERATIONS = ("2.0", "2.3")

@@ -8,7 +8,7 @@ import torch
 
 from ltx2rt.graph import trace
 from ltx2rt.graph.ir import Graph
-from ltx2rt.testing import random_params
+from tests.parity import random_params
 
 LAYERS = 5
 MESH = {"tensor": 2}

@@ -16,7 +16,7 @@ from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.scheduling import SWITCHES, VARIABLE
-from ltx2rt.testing import ArraySource, relative_l2
+from tests.parity import ArraySource, relative_l2
 from tests.placed_cases import case
 
 CLOSE = 1e-6  # float32: other kernels round elsewhere

@@ -14,7 +14,7 @@ from ltx2rt.models import train_step, transformer
 from ltx2rt.passes.adapters import Adapters, modules
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import ArraySource, random_params
+from tests.parity import ArraySource, random_params
 from tests.placed_cases import AUDIO_TOKENS, TEXT, TOKENS, positions, transformer_config
 
 Arrays, Mesh = dict[str, np.ndarray], dict[str, int]

@@ -28,7 +28,7 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.sound import Sound
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 OFF = {"stg": 0, "modality": 1, "cfg": 1}  # scales; of two branches the last one stays
 

@@ -10,7 +10,7 @@ from ltx2rt.graph import Graph, trace
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import ArraySource, random_params
+from tests.parity import ArraySource, random_params
 
 BACKENDS = ("cuda", "tpu")
 LAYERS, AUDIO_TOKENS, TEXT = 3, 5, 4

@@ -31,11 +31,11 @@ from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import ArraySource
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
 from ltx2rt.weights.lora import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
 from tests.backends.loops import double, one_number
+from tests.parity import ArraySource
 from tests.placed_cases import NAMES, case, lora_arrays
 from tests.virtual import forked
 

@@ -9,8 +9,8 @@ import numpy as np
 from ltx2rt.backend import get_backend
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.models import video_vae
-from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.presets import preset
+from tests.parity import ArraySource, random_params, relative_l2
 from tests.virtual import on_devices
 
 DEVICES = 4

@@ -19,9 +19,9 @@ from ltx2rt.passes.place import place
 from ltx2rt.placement import stream
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.stages.text import Text
-from ltx2rt.testing import ArraySource, random_params
 from ltx2rt.weights.presets import preset
 from tests.conftest import assert_near, assert_same
+from tests.parity import ArraySource, random_params
 from tests.virtual import on_devices
 
 HERE = Path(__file__)

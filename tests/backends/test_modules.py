@@ -26,10 +26,10 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import ArraySource, random_params, relative_l2
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.presets import preset
 from tests.conftest import assert_near, refused
+from tests.parity import ArraySource, random_params, relative_l2
 from tests.placed_cases import Case, case
 from tests.virtual import on_devices
 

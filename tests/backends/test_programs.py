@@ -23,7 +23,6 @@ from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled, compilations
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.graph.ir import Type
-from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from tests import virtual
 from tests.backends.loops import (
     BACKENDS,
@@ -41,6 +40,7 @@ from tests.backends.loops import (
     shared,
     step_graph,
 )
+from tests.parity import ArraySource, random_params, relative_l2, run_graph
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ltx2rt.backend import get_backend
-from ltx2rt.testing import ArraySource, random_params, relative_l2
 from tests.backends.loops import (
     GUIDANCE,
     SIGMAS,
@@ -20,6 +19,7 @@ from tests.backends.loops import (
     loop_graph,
     one_number,
 )
+from tests.parity import ArraySource, random_params, relative_l2
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 

@@ -16,10 +16,10 @@ from ltx2rt_cuda.stream import BUFFER_BYTES
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
 from ltx2rt.placement import stream
-from ltx2rt.testing import random_params
 from ltx2rt.weights.files import TensorFile, write_arrays
 from tests.backends.loops import SIGMAS, assert_bitwise, denoise, job, loop_graph
 from tests.conftest import refused
+from tests.parity import random_params
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from ltx2rt.backend import DeviceInfo, get_backend, get_factory
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.testing import ArraySource, relative_l2
+from tests.parity import ArraySource, relative_l2
 from tests.placed_cases import case
 
 LOOM = '''

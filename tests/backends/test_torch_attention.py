@@ -15,7 +15,7 @@ from ltx2rt_cuda.device.attention import (
 )
 
 from ltx2rt.graph.ops import OPS
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 
 def operands(dtype=torch.float32, kv_heads=4, dim=16):

@@ -17,7 +17,6 @@ from ltx2rt_cuda.device.torch_device import Fetched, TorchDevice
 from ltx2rt.backend import DeviceInfo, get_backend
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement import stream
-from ltx2rt.testing import ArraySource, random_params
 from tests.backends.loops import (
     SIGMAS,
     assert_bitwise,
@@ -29,6 +28,7 @@ from tests.backends.loops import (
     one_number,
 )
 from tests.conftest import refused
+from tests.parity import ArraySource, random_params
 
 
 class Event:

@@ -19,7 +19,7 @@ from ltx2rt.graph.encodings import QUANTISED, decoded
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.placement import stream
 from ltx2rt.session.options import parse_mesh
-from ltx2rt.testing import ArraySource, random_params, relative_l2
+from tests.parity import ArraySource, random_params, relative_l2
 from tests.train_cases import OPTIMISER, WEIGHTS, parameters, placed, step, trained, trainer
 from tests.virtual import forked, on_devices
 

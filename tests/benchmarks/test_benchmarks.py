@@ -27,7 +27,7 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.run.plan import make_plan
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.testing import ArraySource, random_params
+from tests.parity import ArraySource, random_params
 
 ON_GPU = Path(end_to_end.__file__).with_name("on_gpu.sh")
 TINY_SIZE = "--preset tiny-2.3 --device cpu --width 64 --height 64 --num-frames 9".split()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.instruments.make import make_checkpoint
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 # Contract: 1e-3 at every step, video and audio apart. Reached: latents 2e-6, waveforms 8e-6
 # (float32 rounding).

@@ -19,8 +19,8 @@ from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.session.session import Session
 from ltx2rt.stages.noise import standard_normal
-from ltx2rt.testing import relative_l2
 from tests.conftest import assert_near, assert_same, words_of
+from tests.parity import relative_l2
 
 # Frames, rows and columns of 17 frames at 128 x 64 pixels
 LATENT = {"stage1": (3, 1, 2), "stage2": (3, 2, 4)}

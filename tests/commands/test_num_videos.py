@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.stages.noise import standard_normal
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 SEEDS = (7, 8)
 FLAGS = ("--num-videos", 2, "--seed", SEEDS[0])

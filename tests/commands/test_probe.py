@@ -18,10 +18,10 @@ from ltx2rt.models.mel import log_mel
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.checkpoint import RenamedSource
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.presets import preset
+from tests.parity import ArraySource, random_params, relative_l2, run_graph
 
 CLOSE = 1e-4  # contract, float32; most reach 1e-6
 T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text tokens, samples

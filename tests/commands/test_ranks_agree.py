@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ltx2rt.instruments.make import make_checkpoint
-from ltx2rt.testing import relative_l2
 from ltx2rt.weights.presets import SIZES, TINY_GEMMA
 from tests.commands.pipelines_on_devices import records
 from tests.conftest import assert_near
+from tests.parity import relative_l2
 from tests.ranks.launches import Launch, by_hand
 from tests.virtual import xla_flags
 

@@ -16,7 +16,7 @@ from ltx2rt.passes.fuse import fuse
 from ltx2rt.placement.cost import flops
 from ltx2rt.placement.devices import device_kind
 from ltx2rt.placement.timeline import Timeline
-from ltx2rt.testing import ArraySource, random_params, relative_l2
+from tests.parity import ArraySource, random_params, relative_l2
 
 TOY = "linear_tanh"
 

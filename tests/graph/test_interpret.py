@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.passes.unroll import unroll
-from ltx2rt.testing import random_params, run_graph
+from tests.parity import random_params, run_graph
 
 AXES = ("B", "tokens", "heads", "head_dim")
 SHAPES = st.tuples(*[st.integers(1, 4)] * len(AXES))

@@ -17,7 +17,7 @@ from ltx2rt.errors import GraphError
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import GROUP_OPS
 from ltx2rt.graph.ops import OPS
-from ltx2rt.testing import random_params, relative_l2, run_graph
+from tests.parity import random_params, relative_l2, run_graph
 
 rng = np.random.default_rng(np.random.SeedSequence().entropy)
 

@@ -26,7 +26,7 @@ from ltx2rt.graph.encodings import ENCODINGS, NUMPY
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import DTYPE_BYTES
 from ltx2rt.graph.ops import OPS
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 DECODED = ("int8", "stored float8", "nvfp4", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K",
            "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "int8 rotated by 256", "Q4_K or Q6_K",

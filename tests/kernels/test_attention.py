@@ -13,7 +13,7 @@ from ltx2rt_tpu.ops import OPS as JAX_OPS
 from ltx2rt_tpu.ops import attention as of_jax
 
 from ltx2rt.graph.ops import OPS
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 SHAPES = [  # batch, queries, heads, keys, kv_heads, head_dim
     (1, 256, 2, 384, 2, 128),

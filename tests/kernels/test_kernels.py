@@ -19,7 +19,6 @@ from ltx2rt_kernels.choose import folder, why_not
 
 from ltx2rt.models import video_vae
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.testing import relative_l2
 from ltx2rt.weights.presets import preset
 from tests.kernels.kernel_cases import (
     BFLOAT16_ALONE,
@@ -30,6 +29,7 @@ from tests.kernels.kernel_cases import (
     array,
     defined,
 )
+from tests.parity import relative_l2
 
 CHANNELS_LAST = torch.channels_last_3d
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ from ltx2rt_tpu.ops import ON_TPU
 
 from ltx2rt.graph.ops import OPS
 from ltx2rt.scheduling import VARIABLE
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 
 @pytest.mark.parametrize(("queries", "keys", "heads", "window", "first"), [

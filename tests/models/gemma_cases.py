@@ -11,9 +11,9 @@ from transformers import (
 
 from ltx2rt.config import Gemma4Config, GemmaConfig
 from ltx2rt.models import gemma, gemma4
-from ltx2rt.testing import run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.names import gemma_to_canonical
+from tests.parity import run_graph
 
 BATCH, TOKENS = 4, 13
 # Left padding, none, right padding, and a prompt of one token; longer than the window, so that

@@ -10,8 +10,8 @@ from diffusers import AutoencoderKLLTX2Audio
 
 from ltx2rt.config import AudioVaeConfig
 from ltx2rt.models import audio_vae
-from ltx2rt.testing import random_params, relative_l2, run_graph
 from tests.conftest import normal
+from tests.parity import random_params, relative_l2, run_graph
 
 KINDS = ["numpy", "cuda", "tpu"]
 CONFIG = AudioVaeConfig(

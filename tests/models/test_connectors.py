@@ -13,10 +13,10 @@ from hypothesis.extra.numpy import arrays
 
 from ltx2rt.config import ConnectorConfig, GemmaConfig, TextConfig
 from ltx2rt.models import connectors, gemma, text_encoder
-from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.configs.transformer import diffusers_text_json
 from ltx2rt.weights.names import to_official
 from tests.conftest import assert_near, refused
+from tests.parity import random_params, relative_l2, run_graph
 
 HIDDEN, STATES, TOKENS, REGISTERS = 30, 4, 15, 5
 LENGTHS = (4, 15, 7)

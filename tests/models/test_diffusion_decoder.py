@@ -13,12 +13,12 @@ from ltx2rt.graph import Graph
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.placement.cost import activation_bytes, flops
-from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.configs.diffusion_decoder import diffusers_json
 from ltx2rt.weights.names import QKV, to_diffusers
 from ltx2rt.weights.presets import preset
 from tests.conftest import normal, refused
+from tests.parity import ArraySource, random_params, relative_l2, run_graph
 
 # Of its attention diffusers' module has a slow form alone that runs on a CPU, and says so.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from ltx2rt.models import duration_head
 from ltx2rt.models.duration_head import DurationHeadConfig
-from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.configs import duration_head as duration_head_config
 from ltx2rt.weights.configs.keys import Keys
 from tests.conftest import refused
+from tests.parity import random_params, relative_l2, run_graph
 
 CONFIG = DurationHeadConfig(
     width=24, num_queries=2, num_heads=3, mlp_hidden=10, video_width=15, audio_width=9

@@ -16,12 +16,12 @@ import torch
 from diffusers import AutoencoderKLLTX2Video
 
 from ltx2rt.models import gemma, video_vae
-from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights import configs
 from ltx2rt.weights.configs.video_vae import diffusers_json
 from ltx2rt.weights.names import gemma_to_canonical, to_diffusers, to_official
 from ltx2rt.weights.presets import preset
 from tests.models.gemma_cases import gemma_3
+from tests.parity import relative_l2, run_graph
 from tests.reference import NAMES, draw, module_of, ours, reference
 
 pytestmark = pytest.mark.slow

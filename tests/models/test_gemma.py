@@ -9,7 +9,6 @@ import torch
 from transformers import Gemma3ForConditionalGeneration
 
 from ltx2rt.models import gemma
-from ltx2rt.testing import relative_l2
 from ltx2rt.weights.presets import preset
 from tests.conftest import refused
 from tests.models import test_gemma4
@@ -23,6 +22,7 @@ from tests.models.gemma_cases import (
     reference,
     states_of,
 )
+from tests.parity import relative_l2
 
 
 def build(dtype: torch.dtype = torch.float32) -> Gemma3ForConditionalGeneration:

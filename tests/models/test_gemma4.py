@@ -8,11 +8,11 @@ import torch
 from transformers import Gemma4UnifiedTextConfig, Gemma4UnifiedTextModel
 
 from ltx2rt.models import gemma, gemma4
-from ltx2rt.testing import relative_l2
 from ltx2rt.weights import configs
 from ltx2rt.weights.presets import preset
 from tests.conftest import refused
 from tests.models.gemma_cases import MASK, reference, states_of
+from tests.parity import relative_l2
 
 LAYERS = 6
 

@@ -8,8 +8,8 @@ import pytest
 
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.models.guided_step import Branches
-from ltx2rt.testing import relative_l2, run_graph
 from tests.conftest import assert_near
+from tests.parity import relative_l2, run_graph
 from tests.reference import KINDS, NAMES, build, config_of, draw, euler_steps, params_of
 
 # contract: 1e-4; guidance subtracts near-equal float32 predictions and multiplies by up to 6

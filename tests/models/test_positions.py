@@ -12,7 +12,7 @@ from numpy.testing import assert_allclose
 
 from ltx2rt.graph import trace
 from ltx2rt.models.positions import axis_angles, coordinate_table, frequency_grid, gather_tables
-from ltx2rt.testing import run_graph
+from tests.parity import run_graph
 
 THETA = 10000.0
 AXES = ("time", "rows", "columns")

@@ -19,7 +19,7 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise, standardised
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 # float32 latents against float64 ones over 7 to 9 evaluations of a float32 model.
 CLOSE = 5e-6

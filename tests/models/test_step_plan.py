@@ -14,8 +14,8 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.testing import relative_l2
 from tests.conftest import denoised, refused
+from tests.parity import relative_l2
 
 EXACT = 1e-12  # float64 on both sides
 CLOSE = 1e-5  # float32 latents: of both backends, and against float64 over the same x0

@@ -11,8 +11,8 @@ from diffusers.models.transformers.transformer_ltx2 import LTX2AdaLayerNormSingl
 from ltx2rt.graph import trace
 from ltx2rt.models import transformer
 from ltx2rt.models.modulation import adaln, with_table
-from ltx2rt.testing import relative_l2, run_graph
 from tests.conftest import assert_near
+from tests.parity import relative_l2, run_graph
 from tests.reference import GENERATIONS, KINDS, NAMES, build, config_of, draw, ours, params_of
 from tests.reference import reference as diffusers
 

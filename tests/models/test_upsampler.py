@@ -12,9 +12,9 @@ from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from ltx2rt.config import UpsamplerConfig
 from ltx2rt.instruments.filters import blur_kernel
 from ltx2rt.models import upsampler
-from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.configs.latent_upsampler import upsampler_json
 from tests.conftest import normal
+from tests.parity import random_params, relative_l2, run_graph
 
 KINDS = ["numpy", "cuda", "tpu"]
 STATISTICS = ("vae.per_channel_statistics.mean-of-means", "vae.per_channel_statistics.std-of-means")

@@ -18,10 +18,10 @@ from ltx2rt.config import VaeStage, VideoVaeConfig
 from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import video_vae
-from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.configs.video_vae import diffusers_json
 from ltx2rt.weights.names import to_diffusers
 from tests.conftest import normal
+from tests.parity import random_params, relative_l2, run_graph
 
 KINDS = ["numpy", "cuda", "tpu"]
 SPACE, TIME, ALL = (1, 2, 2), (2, 1, 1), (2, 2, 2)

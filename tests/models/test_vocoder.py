@@ -20,11 +20,11 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import vocoder
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.configs.audio import diffusers_vocoder_json
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.presets import preset
 from tests.conftest import normal
+from tests.parity import random_params, relative_l2, run_graph
 
 KINDS = ["numpy", "cuda", "tpu"]
 DILATIONS = ((1, 3), (1, 5))

@@ -11,8 +11,8 @@ from ltx2rt.graph import trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.models import gemma, video_vae, vocoder
 from ltx2rt.passes.fuse import fuse
-from ltx2rt.testing import ArraySource, relative_l2
 from ltx2rt.weights.presets import preset
+from tests.parity import ArraySource, relative_l2
 from tests.placed_cases import NAMES, Case, case
 
 rng = np.random.default_rng(np.random.SeedSequence().entropy)

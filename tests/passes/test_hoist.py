@@ -17,9 +17,9 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import relative_l2
 from ltx2rt.weights.presets import preset
 from tests.conftest import assert_near
+from tests.parity import relative_l2
 from tests.placed_cases import Case, case
 
 STATE = ("video_latent", "audio_latent")

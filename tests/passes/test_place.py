@@ -25,9 +25,9 @@ from ltx2rt.passes.place import place
 from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
-from ltx2rt.testing import random_params, relative_l2
 from ltx2rt.weights.presets import preset
 from tests.conftest import refused
+from tests.parity import random_params, relative_l2
 from tests.placed_cases import DEVICES, NAMES, Case, case
 
 CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of summation

@@ -11,7 +11,7 @@ from ltx2rt.backend import get_backend
 from ltx2rt.graph.ops import OPS
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.rotate import rotate
-from ltx2rt.testing import ArraySource, relative_l2
+from tests.parity import ArraySource, relative_l2
 from tests.placed_cases import case
 
 CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and fewer roundings

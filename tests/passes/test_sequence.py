@@ -15,9 +15,9 @@ from ltx2rt.models import guided_step, transformer
 from ltx2rt.placement.cost import traffic
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import ArraySource, relative_l2
 from ltx2rt.weights.presets import preset
 from tests.conftest import refused
+from tests.parity import ArraySource, relative_l2
 from tests.placed_cases import MASKED, Case, attention_weights, case
 from tests.virtual import forked, on_devices
 

@@ -23,9 +23,9 @@ from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.cost import flops, traffic
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import run_graph
 from ltx2rt.weights.presets import preset
 from tests.conftest import assert_near, assert_same
+from tests.parity import run_graph
 from tests.placed_cases import (
     AUDIO_TOKENS,
     TEXT,

@@ -28,9 +28,9 @@ from ltx2rt.passes.quantise import quantise
 from ltx2rt.passes.unpack import unpack
 from ltx2rt.placement.cost import activation_bytes, weight_bytes
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.testing import ArraySource, run_graph
 from tests.conftest import assert_same
 from tests.gguf_files import random_blocks
+from tests.parity import ArraySource, run_graph
 from tests.stack_cases import LAYERS, MESH, inputs, ops, params, stack
 from tests.virtual import on_devices
 

@@ -13,8 +13,8 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.testing import relative_l2
 from tests.conftest import denoised, refused
+from tests.parity import relative_l2
 from tests.pipelines.test_ic_lora import lora_with, movie
 
 # Contract: 1e-3 at every step. Float32 rounding, which two evaluations a step and guidance do not

@@ -27,10 +27,10 @@ from ltx2rt.stages.inset import Cut
 from ltx2rt.stages.refine import Refine
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.upsample import UpsampleTime
-from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
 from ltx2rt.weights.presets import preset
 from tests.conftest import denoised, refused
+from tests.parity import relative_l2
 from tests.pipelines.test_agree import latents
 from tests.pipelines.test_ic_lora import lora_with
 

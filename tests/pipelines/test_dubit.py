@@ -12,8 +12,8 @@ from ltx2rt.models.geometry import pack_audio, pack_video, video_positions
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
-from ltx2rt.testing import relative_l2
 from tests.conftest import denoised
+from tests.parity import relative_l2
 from tests.pipelines.groups.test_sound import encoded
 from tests.pipelines.test_retake import write
 from tests.reference import assert_stage, positions_of, stored_module

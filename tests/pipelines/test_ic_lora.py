@@ -26,9 +26,9 @@ from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.region import FADE_PX, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
-from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
 from tests.conftest import refused
+from tests.parity import relative_l2
 from tests.pipelines.test_retake import write, write_light
 from tests.reference import assert_stage, positions_of, stored_module
 from tests.stages.test_denoise import PROMPT, keep_officially, load_pipeline, noise_of, unpacked

@@ -16,7 +16,7 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.call import Call
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 from tests.reference import assert_stage, positions_of, stored_module
 
 RATE, TICKS = 44100, 240

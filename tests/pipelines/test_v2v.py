@@ -15,8 +15,8 @@ from ltx2rt.run.run import produce
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, from_level, shifted_sigmas
 from ltx2rt.stages.segments import PastSound
-from ltx2rt.testing import relative_l2
 from tests.conftest import denoised
+from tests.parity import relative_l2
 from tests.pipelines.test_retake import write
 from tests.reference import assert_stage, positions_of, stored_module
 

@@ -9,7 +9,7 @@ from ltx2rt.placement.mesh import canonical, stage_mesh, text_mesh
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.session.options import parse_mesh
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 from tests.placed_cases import case
 
 

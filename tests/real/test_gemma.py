@@ -13,9 +13,9 @@ from transformers import Gemma3TextConfig, Gemma3TextModel
 
 from ltx2rt.models import gemma
 from ltx2rt.stages.tokenizer import tokenize
-from ltx2rt.testing import relative_l2, run_graph
 from ltx2rt.weights.inspect import inspect_path
 from ltx2rt.weights.text_encoder import find_tokenizer, open_gemma
+from tests.parity import relative_l2, run_graph
 from tests.real.table import REAL
 
 pytestmark = pytest.mark.real

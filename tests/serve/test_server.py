@@ -34,7 +34,7 @@ import ltx2rt
 from ltx2rt.instruments.compare import compare
 from ltx2rt.media import hdr
 from ltx2rt.serve.server import bind
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 from tests.serve.serving import (
     SMALL,
     children,

@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
-from ltx2rt.testing import relative_l2
+from tests.parity import relative_l2
 
 # Contract: 1e-3 at every step. Reached: latents 7e-6, waveforms 1e-5 (float32 rounding).
 CLOSE = 1e-3

@@ -21,9 +21,9 @@ from ltx2rt.stages.denoise import Noise
 from ltx2rt.stages.frames import decoding
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import State
-from ltx2rt.testing import ArraySource, random_params, relative_l2, run_graph
 from ltx2rt.weights.checkpoint import RenamedSource, open_checkpoint
 from tests.conftest import normal, refused
+from tests.parity import ArraySource, random_params, relative_l2, run_graph
 
 # The released strides, so that cells are 2 frames by 8 px; windows small.
 CONFIG = DiffusionDecoderConfig(

@@ -16,8 +16,8 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.tokenizer import tokenize
-from ltx2rt.testing import relative_l2
 from tests.conftest import denoised
+from tests.parity import relative_l2
 from tests.reference import assert_stage, positions_of, stored_module
 
 SIZE = {"width": 64, "height": 64, "num_frames": 33, "steps": 2, "seed": 5, "fps": Fraction(24)}

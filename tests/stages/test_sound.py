@@ -17,9 +17,9 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages import sound
 from ltx2rt.stages.sound import Chunk, Chunks, Sound, chunks, decode_sound
 from ltx2rt.stages.stage import State
-from ltx2rt.testing import random_params, relative_l2, run_graph
 from ltx2rt.weights.presets import preset
 from tests.conftest import normal
+from tests.parity import random_params, relative_l2, run_graph
 
 # Relative L2 in float32: sums of another order. 2.3's sines and the logarithm of small magnitudes
 # amplify them, as they do what two backends differ by. Reached: 2e-7, 2e-5.

@@ -16,8 +16,8 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages import source_sound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import State
-from ltx2rt.testing import relative_l2
 from tests.conftest import refused
+from tests.parity import relative_l2
 
 RATE, FRAMES, FPS = 22050, 17, Fraction(24)  # 0.708 s, 18 latents, which need 17 / 25 s
 

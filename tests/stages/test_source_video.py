@@ -17,8 +17,8 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.stage import State
 from ltx2rt.stages.tiling import Tiling, plan_encoder_tiles, space_spans, time_spans
-from ltx2rt.testing import relative_l2
 from tests.conftest import refused
+from tests.parity import relative_l2
 
 NUM_FRAMES, WIDTH, HEIGHT = 33, 96, 64
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from ltx2rt.backend import MOMENTS
-from ltx2rt.testing import relative_l2
 from ltx2rt.train.state import read_state, states
+from tests.parity import relative_l2
 from tests.ranks.launches import Launch, by_hand, said_once, wait_for
 from tests.train_runs import options, rows_of
 from tests.virtual import xla_flags

@@ -10,13 +10,13 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.testing import relative_l2
 from ltx2rt.train.conditions import given_tokens
 from ltx2rt.train.recipe import GROUPS, NoiseLevels, sigma, targeted
 from ltx2rt.train.request import TrainRequest, parse_crop, parse_data, parse_span
 from ltx2rt.train.state import read_state, states
 from ltx2rt.weights.files import TensorFile
 from tests.conftest import assert_same
+from tests.parity import relative_l2
 from tests.train_runs import rows_of, run_train, write_clips
 
 BLOCK = "model.diffusion_model.transformer_blocks.*."

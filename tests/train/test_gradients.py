@@ -13,8 +13,8 @@ from ltx2rt.backend import MOMENTS, AdamW, get_backend
 from ltx2rt.models import train_step, transformer
 from ltx2rt.passes.adapters import MARK, Adapters, adapted, modules
 from ltx2rt.passes.dropout import COLUMNS, KEYS, dropout_feeds
-from ltx2rt.testing import ArraySource, random_params
 from ltx2rt.weights.names import to_official
+from tests.parity import ArraySource, random_params
 from tests.reference import NAMES, build, config_of, draw, params_of
 
 RANK, SCALE = 2, 0.5

@@ -16,7 +16,6 @@ from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.testing import relative_l2
 from ltx2rt.train.data import Bucket, CaptionedClip, parse_rate, read_clips
 from ltx2rt.train.encode import Piece
 from ltx2rt.train.manifest import read_arrays, read_manifest
@@ -25,6 +24,7 @@ from ltx2rt.train.prepare import _held_out
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.weights.files import write_arrays
 from tests.conftest import refused as refuses
+from tests.parity import relative_l2
 from tests.train_runs import RATE, run_train, samples_of, write_clips, write_mask
 
 SMALL = Bucket(64, 64, 9)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.backend import EMA, MOMENTS, get_backend
-from ltx2rt.testing import ArraySource
+from tests.parity import ArraySource
 from tests.placed_cases import TEXT
 from tests.train_cases import OPTIMISER, WEIGHTS, parameters, placed, step
 

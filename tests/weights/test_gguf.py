@@ -27,7 +27,6 @@ from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.session.weights import Residence
-from ltx2rt.testing import relative_l2
 from ltx2rt.train.step import Step
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.configs.gemma3 import GGUF_TOKENS, gguf_gemma3
@@ -56,6 +55,7 @@ from tests.gguf_files import (
     take_apart,
     write_gguf,
 )
+from tests.parity import relative_l2
 
 SEED = 11
 

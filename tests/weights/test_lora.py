@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
-from ltx2rt.testing import ArraySource
 from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays
@@ -25,6 +24,7 @@ from ltx2rt.weights.lora import (
     reference_factors,
 )
 from tests.conftest import refused
+from tests.parity import ArraySource
 
 BF16 = ml_dtypes.bfloat16
 TO_Q = "diffusion_model.transformer_blocks.0.attn1.to_q"

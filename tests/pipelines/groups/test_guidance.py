@@ -10,8 +10,8 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import NO_LORA
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
-from ltx2rt.testing import relative_l2, run_graph
 from tests.conftest import denoised, refused
+from tests.parity import relative_l2, run_graph
 from tests.reference import assert_stage, positions_of, stored_module
 
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "seed": 5}

@@ -40,9 +40,9 @@ from ltx2rt.serve.worker import attempt
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.segments import Keep, Segments, segment_starts
 from ltx2rt.stages.sound import vocode
-from ltx2rt.testing import relative_l2
 from ltx2rt.weights.files import write_arrays
 from tests.conftest import refused
+from tests.parity import relative_l2
 
 SIZE = {"width": 64, "height": 64, "num_frames": 25, "overlap": 9, "seed": 3}
 

@@ -16,8 +16,8 @@ from ltx2rt.session.options import LoraSpec
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.sound_reference import SoundReference
-from ltx2rt.testing import relative_l2
 from tests.conftest import denoised, normal
+from tests.parity import relative_l2
 from tests.reference import assert_stage, positions_of, stored_module
 
 SIZE = {"width": 64, "height": 64, "num_frames": 17, "steps": 2, "seed": 5}
