@@ -39,7 +39,8 @@ FLOATS = Operands("cpu", torch.float32)
 
 
 def run_script(name: str, *arguments: str, **environment: str) -> dict:
-    command, env = [sys.executable, HERE / name, *arguments], os.environ | environment
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment
+    command = [sys.executable, HERE / name, *arguments]
     result = subprocess.run(command, capture_output=True, text=True, env=env)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)

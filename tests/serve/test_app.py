@@ -514,8 +514,8 @@ def test_health_and_metrics(server):
         assert name in text, name
     assert "video_" not in text and "a-secret" not in server.log.read_text()
     rss = float(next(line for line in text.splitlines() if 'process="server"' in line).split()[-1])
-    # 60 MB after imports, 80 to 155 once many threads have an arena of the allocator each
-    assert 0 < rss < 180e6
+    pages = int(Path(f"/proc/{server.process.pid}/statm").read_text().split()[1])
+    assert rss == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE"), rel=0.2)
     maps = Path(f"/proc/{server.process.pid}/maps").read_text()
     assert "/torch/" not in maps and "/jax" not in maps and "sqlite" in maps
 
