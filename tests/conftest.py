@@ -96,10 +96,10 @@ class Run:
 
 
 LONG_FILES = """
-    session/test_session weights/test_hub train/test_prepare serve/test_webhooks
-    serve/test_supervisor commands/test_probe backends/test_tensor_parallel serve/test_batch
-    commands/test_plan commands/test_generate serve/test_app serve/test_page test_docs
-    real/test_rows
+    media/test_mp4 serve/test_supervisor weights/test_hub run/test_preview commands/test_plan
+    serve/test_batch train/test_run backends/test_tensor_parallel commands/test_probe
+    session/test_session stages/test_kept_steps test_docs commands/test_generate serve/test_app
+    serve/test_page real/test_rows
 """.split()  # longer than their number of tests tells, the longest last
 
 

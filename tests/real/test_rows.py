@@ -12,7 +12,7 @@ from tests.conftest import run_cli
 MODULES = ("clips", "loras", "files", "first_minutes")
 ROWS = [row for module in MODULES for row in import_module(f"tests.real.{module}").ROWS]
 LONG = re.compile(  # rows beside these have most of it
-    "retake-in-25-s|inpaint-in-segments|another-size-pad|sound-(7.1|quad)|v2v-silent|photo.*[45]"
+    "retake-in-25-s|inpaint-in-segments|another-size-(pad|crop)|join-of-another-size|v2v-in-segments|sound-(7.1|quad)|v2v-silent|photo.*[45]"
     "|clip-(held-upside-down|turned-back|slow-motion|grey|10-bits.*)"
 )
 

@@ -85,7 +85,9 @@ class Terminal(io.StringIO):
         return True
 
 
-@pytest.mark.parametrize("stop", [None, RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize(
+    "stop", [None, RuntimeError, pytest.param(KeyboardInterrupt, marks=pytest.mark.long)]
+)
 def test_a_terminal_has_a_preview_until_the_end(say, tmp_path, monkeypatch, stop):
     """It takes a free name, replaces no file, and is gone after a failure as well."""
     there, (found, shown) = tmp_path / "a.mp4.preview.png", ([], Preview.show)

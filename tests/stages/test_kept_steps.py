@@ -48,8 +48,8 @@ CASES = (
 
 @pytest.mark.parametrize(
     ("opened", "pipeline", "stage", "at"),
-    [*(("cuda", *case) for case in CASES), ("tpu", *CASES[2])]
-    + [pytest.param("tpu", *case, marks=pytest.mark.long) for case in CASES if case != CASES[2]],
+    [("cuda", *case) for case in CASES]
+    + [pytest.param("tpu", *case, marks=pytest.mark.long) for case in CASES],
     indirect=["opened"],
 )
 def test_a_stopped_clip_goes_on_to_the_same_bits(opened, tmp_path, pipeline, stage, at):
