@@ -177,7 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(sys.stdout, io.TextIOWrapper):  # Windows' code page lacks most letters
             sys.stdout.reconfigure(errors="backslashreplace")
         on_fatal("SIGBUS", lambda: _shrunk(crew))
-    LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else logging.NOTSET)
+    level = LOGGER.level
+    LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else level)
     try:
         args.crew = crew = _join(args)
         status = _call(args.command, "main", args) or 0
@@ -205,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = str(getattr(error, "filename", ""))[:80]
             return _fail(f"{name!r} is no path (it is too long); check it", BAD_INPUT, crew)
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
+    finally:
+        LOGGER.setLevel(level)
 
 
 class Ended(SystemExit):

@@ -16,6 +16,7 @@ from ltx2rt.atomic_file import NotWritten
 from ltx2rt.commands import devices, generate
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.notes import note
 from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.run.files import Files
@@ -187,3 +188,9 @@ def test_a_file_that_shrinks_while_it_is_copied_ends_in_a_line(tiny, tmp_path, b
     (line,) = [line for line in ran.stderr.splitlines() if "error" in line]
     assert ran.returncode == 2 and "safetensors: changed since it was opened" in line, ran.stderr
     assert list(tmp_path.iterdir()) == [model]
+
+
+def test_a_quiet_command_leaves_later_notes_of_its_process(capsys):
+    assert cli.main("generate --quiet --model gone --prompt x --output x.mp4".split()) == 2
+    note("seen")
+    assert "ltx2rt: seen" in capsys.readouterr().err
