@@ -22,7 +22,16 @@ REPOSITORY = HERE.parents[1]
 FOLDER = REPOSITORY / ".venv" / "stand-in"
 TORCH = "2.14.1"
 # What the product and its tests import beside torch; no backend of JAX is tried here.
-PACKAGES = ("einops", "hypothesis", "ml_dtypes", "pillow", "pytest", "safetensors", "tokenizers")
+PACKAGES = (
+    "av",
+    "einops",
+    "hypothesis",
+    "ml_dtypes",
+    "pillow",
+    "pytest",
+    "safetensors",
+    "tokenizers",
+)
 CUDA = 13
 # Soname of each library, its source, and definitions for the compiler.
 LIBRARIES = {
