@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 ONE = re.compile(
+    r"'[^']*'|"  # quoted words are a user's
     r"(?<![\w./+-])(?<![+-] )1 (?:(byte|channel|clip|device|file|frame|head|image|job|layer|line|module|pixel"
     r"|prompt|sample|segment|step|tensor|token|video)s|(process)es)"
     r"( are| belong| differ| have| wait| were)?(?![\w/-]|\.\w)"
@@ -15,7 +16,12 @@ VERBS = {" are": " is", " have": " has", " were": " was", None: ""}
 
 def singular(text: str) -> str:
     """Mend nouns and verbs after a 1: `1 frames are` becomes `1 frame is`."""
-    return ONE.sub(lambda m: f"1 {m[1] or m[2]}{VERBS.get(m[3], f'{m[3]}s')}", text)
+
+    def mended(found: re.Match[str]) -> str:
+        noun = found[1] or found[2]
+        return f"1 {noun}{VERBS.get(found[3], f'{found[3]}s')}" if noun else found[0]
+
+    return ONE.sub(mended, text)
 
 
 class InputError(ValueError):

@@ -100,8 +100,9 @@ def test_every_flag_arrives():
 
 @pytest.mark.parametrize("raised,status,shown", [
     (InputError("bad\n  input"), 2, "bad input"),
-    (InputError("1 frames are, 21 frames are, 1 tensors differ, 8*k + 1 frames, 8k+1 frames"), 2,
-     "1 frame is, 21 frames are, 1 tensor differs, 8*k + 1 frames, 8k+1 frames"),
+    (InputError("1 frames are, 21 frames are, 1 tensors differ, 8*k + 1 frames"), 2,
+     "1 frame is, 21 frames are, 1 tensor differs, 8*k + 1 frames"),
+    (InputError("8k+1 frames of '1 files'"), 2, "8k+1 frames of '1 files'"),
     (RuntimeError("no luck"), 1, "RuntimeError: no luck"),
     (OSError(36, "Long", "x" * 99), 2, f"'{'x' * 80}' is no path (it is too long); check it"),
     (NotWritten(28, "Full", "o"), 1, f"{NotWritten(28, 'Full', 'o')}"),

@@ -76,9 +76,10 @@ class Given:
             return None
         shape = tuple(self.file.info(name).shape)
         expected = [self.sizes.get(a, a) if isinstance(a, str) else a for a in axes]
-        pairs = zip(shape, expected, strict=False)
-        fits = all(isinstance(e, str) or n == e for n, e in pairs)
-        if not fits or len(shape) != len(axes) or 0 in shape:
+        fits = len(shape) == len(axes) and all(
+            isinstance(e, str) or n == e for n, e in zip(shape, expected, strict=True)
+        )
+        if not fits or 0 in shape:
             self.refuse(name, shape, dict(zip(map(str, axes), expected, strict=True)))
         self.sizes |= {a: n for a, n in zip(axes, shape, strict=True) if isinstance(a, str)}
         array = self.file.read(name)
