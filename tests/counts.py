@@ -6,7 +6,9 @@ A part or an encoding that few files name can be added, or removed, by few chang
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +21,11 @@ NAMED = {
     "float8": r"float8",
 }
 LONG = 60  # lines of a function
-LONG_FILE = 500  # of a file
+COMPLEX = 30  # independent ways through a function (cyclomatic complexity)
+PACKED = 3  # arguments that a call unpacks from a tuple of the same function
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+BRANCHES = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.Assert)
+LAYOUT = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
 RELEASES = r"generation ==|\bV25\b"
 
 
@@ -30,32 +36,76 @@ def product() -> Iterator[tuple[str, str]]:
             yield str(path.relative_to(ROOT)), path.read_text()
 
 
-def long_functions() -> list[str]:
-    """File, line, name and length."""
-    found = []
+def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """File and line of every function of the product, and its tree."""
     for name, text in product():
         for node in ast.walk(ast.parse(text)):
-            if (
-                isinstance(node, ast.FunctionDef)
-                and (lines := (node.end_lineno or 0) - node.lineno + 1) > LONG
-            ):
-                found.append(f"{name}:{node.lineno} {node.name} {lines}")
+            if isinstance(node, FUNCTIONS):
+                yield f"{name}:{node.lineno}", node
+
+
+def long_functions() -> list[str]:
+    """File, line, name and length."""
+    lengths = ((where, f, (f.end_lineno or 0) - f.lineno + 1) for where, f in functions())
+    return [f"{where} {f.name} {lines}" for where, f, lines in lengths if lines > LONG]
+
+
+def complexity(function: ast.AST) -> int:
+    """Number of independent ways through a function, those of inner functions included."""
+    count = 1
+    for node in ast.walk(function):
+        count += isinstance(node, BRANCHES)
+        count += len(node.values) - 1 if isinstance(node, ast.BoolOp) else 0
+        count += 1 + len(node.ifs) if isinstance(node, ast.comprehension) else 0
+    return count
+
+
+def complex_functions() -> list[str]:
+    """File, line, name and complexity."""
+    counted = ((where, f, complexity(f)) for where, f in functions())
+    return [f"{where} {f.name} {count}" for where, f, count in counted if count > COMPLEX]
+
+
+def packed_calls() -> list[str]:
+    """Calls that unpack a tuple of `PACKED` values or more which the same function has put
+    together: the names of the arguments are lost on the way."""
+    found = []
+    for where, function in functions():
+        tuples = {}
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Assign):
+                continue
+            for target in node.targets:
+                pairs = [(target, node.value)]
+                if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                    pairs += zip(target.elts, node.value.elts, strict=False)
+                tuples |= {
+                    name.id: len(value.elts)
+                    for name, value in pairs
+                    if isinstance(name, ast.Name) and isinstance(value, ast.Tuple)
+                }
+        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
+            names = [
+                a.value.id
+                for a in call.args
+                if isinstance(a, ast.Starred) and isinstance(a.value, ast.Name)
+            ]
+            if many := [name for name in names if tuples.get(name, 0) >= PACKED]:
+                found.append(f"{where.partition(':')[0]}:{call.lineno} *{many[0]}")
     return found
 
 
-def files_of_tests() -> Iterator[tuple[str, str]]:
-    """Name and text of every file of the tests."""
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        yield str(path.relative_to(ROOT)), path.read_text()
+def statements() -> int:
+    """Number of statements of the product."""
+    trees = (ast.walk(ast.parse(text)) for _, text in product())
+    return sum(isinstance(node, ast.stmt) for nodes in trees for node in nodes)
 
 
-def lines(files: Iterator[tuple[str, str]]) -> int:
-    return sum(text.count("\n") for _, text in files)
-
-
-def long_files() -> list[str]:
-    found = [(name, text.count("\n")) for name, text in product()]
-    return [f"{name} {count}" for name, count in found if count > LONG_FILE]
+def tokens() -> int:
+    """Number of tokens of the product, without layout and comments."""
+    lines = (io.StringIO(text).readline for _, text in product())
+    found = (token.type for line in lines for token in tokenize.generate_tokens(line))
+    return sum(kind not in LAYOUT for kind in found)
 
 
 def flags() -> set[str]:
@@ -129,7 +179,9 @@ FIGURES = {
     "lists of three or more flags": flag_lists,
     "fields that cancel a parent's": cancelled,
     "flags": flags,
-    f"files over {LONG_FILE} lines": long_files,
+    f"functions over {LONG} lines": long_functions,
+    f"functions over a complexity of {COMPLEX}": complex_functions,
+    "calls that unpack a local tuple": packed_calls,
 }
 
 
@@ -137,15 +189,13 @@ def main() -> None:
     for word, pattern in NAMED.items():
         files = naming(pattern)
         print(f"{len(files):>6} files name the {word}: {', '.join(files)}")
-    long = long_functions()
-    print(f"{len(long):>6} functions of more than {LONG} lines: {', '.join(long)}")
     print(
         f"{len(naming(RELEASES)):>6} files compare releases outside the rows of ltx2rt/release.py"
     )
     for what, several in FIGURES.items():
         print(f"{len(several()):>6} {what}: {'; '.join(sorted(several()))}")
     print(f"{depth():>6} classes of the deepest pipeline")
-    print(f"{lines(product()):>6} lines of the product, {lines(files_of_tests())} of the tests")
+    print(f"{statements():>6} statements and {tokens()} tokens of the product")
 
 
 if __name__ == "__main__":
