@@ -1,4 +1,4 @@
-"""Changes of tensors, as LoRA, DoRA, LoHa and LoKr files hold them; others are in `multiplied`.
+"""Changes of tensors, as LoRA, DoRA, LoHa and LoKr files hold them.
 
 Low-rank ones are Delta W[out, in] = scale * the elementwise product of terms up[out, r] @
 down[r, in]:
@@ -28,7 +28,7 @@ files, DoRA (arXiv 2402.09353), PEFT's and ComfyUI's code. Reading keys is decid
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -41,9 +41,7 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.graph.encodings import E4M3, E5M2
 from ltx2rt.graph.ir import Cut
-from ltx2rt.weights import multiplied
 from ltx2rt.weights.files import TensorFile, selected
-from ltx2rt.weights.multiplied import Change
 
 # Eight bits are casts, which have no scale.
 STORED = [np.dtype(kind) for kind in (ml_dtypes.bfloat16, "f4", "f2", "f8", E4M3, E5M2)]
@@ -70,6 +68,20 @@ class Factors(NamedTuple):
         """Delta W in float32."""
         wide = (tuple(half.astype(np.float32) for half in term) for term in self.terms)
         return np.float32(self.scale) * reduce(mul, (up @ down for up, down in wide))
+
+
+@dataclass(frozen=True)
+class Change(ABC):
+    """A change of one tensor."""
+
+    kind: str  # such as "LoRA"
+    scale: float  # strength times the file's own
+    shape: tuple[int, ...]  # the tensor's
+    rank: int  # 0 if it has none
+
+    @abstractmethod
+    def applied(self, file: TensorFile, weight: np.ndarray) -> np.ndarray:
+        """The changed tensor, float32 as `weight` is."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +191,7 @@ def changes_of(
     """The changes of a module's `weight` and `bias`. parts: its keys, by the parts of `lora_keys`.
     stated: the scale that the file's config gives for a rank. Raises InputError."""
     for part, key in parts.items():
-        if part not in ("alpha", "on_input") and (dtype := file.info(key).dtype) not in STORED:
+        if part != "alpha" and (dtype := file.info(key).dtype) not in STORED:
             said = f"{key} is {dtype}, expected {', '.join(map(str, STORED))}"
             raise InputError(f"{file.path}: {said}")
 
@@ -195,20 +207,16 @@ def changes_of(
     low = _low_rank(file, module, factors, scale) if factors else None
     if low is not None and (key := parts.get("magnitude")):
         axis = _axis(file, key, low.shape)
-        about = (low, key, axis, base_norm and axis == 1)
-        found["weight"].append(Decomposed("DoRA", strength, low.shape, low.rank, *about))
+        by_base = base_norm and axis == 1
+        found["weight"].append(
+            Decomposed("DoRA", strength, low.shape, low.rank, low, key, axis, by_base)
+        )
     elif low is not None:
         found["weight"].append(replace(low, scale=strength * low.scale))
     elif "magnitude" in parts:
         raise InputError(f"{file.path}: {parts['magnitude']} has no pair; pass another file")
-    times = {part: key for part, key in parts.items() if part in multiplied.PARTS}
-    if "on_input" in times and "whole" in parts:
-        times["whole"] = parts["whole"]
-    if times:
-        alpha = _alpha(file, parts["alpha"]) if "alpha" in parts else None
-        found["weight"].append(multiplied.multiplied(file, module, times, strength, alpha))
     for part, (tensor, whole) in TENSORS.items():
-        if part in parts and part not in times:
+        if part in parts:
             own = low.scale if part == "up_bias" and low is not None else 1
             shape = file.info(parts[part]).shape
             changed = Difference("difference", strength * own, shape, 0, parts[part], whole)

@@ -94,12 +94,6 @@ class Lora:
         return {name: change for name, change in self.changes.items() if part_of(name) in parts}
 
 
-def fits(changed: Sequence[int | None], shape: Sequence[int]) -> bool:
-    """Whether a change is of a tensor of this shape. changed: None for any size."""
-    same = len(changed) == len(shape)
-    return same and all(a in (None, b) for a, b in zip(changed, shape, strict=True))
-
-
 def modules_of(names: Iterable[str]) -> set[str]:
     """The modules that tensors belong to."""
     return {re.sub(r"\.(?:weight|bias)$", "", name) for name in names}
@@ -230,8 +224,13 @@ def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
             continue
         if key.part == "norm":
             continue
+        if key.part == "multiplied":
+            raise InputError(
+                f"{file.path}: {name} is of an OFT, BOFT, GLoRA or (IA)^3, which are not read; pass "
+                "a LoRA, DoRA, LoHa or LoKr, or a file of differences (.diff)"
+            )
         other = modules.setdefault(key.module, {}).setdefault(key.part, name)
-        if other != name and key.part != "scaled":  # musubi-tuner says it twice
+        if other != name:
             raise InputError(f"{file.path}: {other} and {name} are the same part of one module")
     lone = [module for module, parts in modules.items() if parts.keys() == {"alpha"}]
     unknown += [modules.pop(module)["alpha"] for module in sorted(lone)]
@@ -340,7 +339,7 @@ class MergedSource:
         names = set(self._source.names())
         changes = lora.on(names)
         shapes = {name: tuple(self._source.info(name).shape) for name in changes if name in names}
-        fitting = {name for name, shape in shapes.items() if fits(changes[name].shape, shape)}
+        fitting = {name for name, shape in shapes.items() if changes[name].shape == tuple(shape)}
         others = [name for name in shapes if name not in fitting]
         advice = "pass one that was trained for it"
         if others and not (allow_partial and fitting):

@@ -78,8 +78,10 @@ class Config:
         """Raises InputError for unsupported settings that change the tensors' meaning."""
         for keys in self.parts.values():
             kind = str(keys.get("peft_type", None) or "LORA").upper()
-            if kind not in (read := (*ALPHA, "OFT")):
-                raise InputError(f"{keys.where}: peft_type {kind[:40]}, read are {', '.join(read)}")
+            if kind not in ALPHA:
+                raise InputError(
+                    f"{keys.where}: peft_type {kind[:40]}, read are {', '.join(ALPHA)}"
+                )
             for name, plain in _PLAIN.items():
                 if (value := keys.get(name, plain[0])) not in plain:
                     raise InputError(f"{keys.where}: {name} = {value!r:.80}, which is not read")

@@ -10,8 +10,8 @@ all with or without `.weight` and the name of an adapter (`.default`) |
 | `magnitude` | DoRA: `dora_scale`, `lora_magnitude_vector`, `magnitude` |
 | `norm` | `initial_norm`: musubi-tuner's norms of the base weight, which nothing needs |
 | `diff`, `diff_b` | differences of a weight and a bias; LyCORIS also writes `w_norm`, `b_norm` |
-| `oft_blocks`, `rescale`, `oft_R`, `a1` to `b2`, `on_input` | OFT, GLoRA and (IA)^3 |
-| `block_size`, ..., `scaled` | musubi-tuner's settings of OFT |
+| `multiplied` | `oft_blocks`, `oft_R`, `a1` to `b2`, `on_input` and the like, of OFT, BOFT, GLoRA \
+and (IA)^3, which are refused |
 | `whole`, `whole_b` | a whole tensor: `set_weight`, or `weight` and `bias` beside other parts |
 
 Sources: ComfyUI's comfy/lora.py and comfy/weight_adapter, PEFT's save_and_load.py, LyCORIS, kohya's
@@ -27,25 +27,36 @@ from typing import NamedTuple
 
 _LORA = r"[._]lora(?:_linear_layer)?[._]"
 _ADAPTER = r"(?:\.(?!(?:weight|bias)$)[^.]+)?"
+_SAVED = r"(?:\.modules_to_save(?:\.[^.]+)?)?"
+# Rows of (part, the ending that holds it, a word of that ending which no checkpoint's names have).
+# A file is a LoRA if a name has such a word; "": checkpoints have such endings as well. An ending
+# with a group `part` names its part itself.
+ENDINGS = (
+    ("down", rf"{_LORA}(?:A|down){_ADAPTER}(?:\.weight)?", r"lora[._]"),
+    ("up", rf"{_LORA}(?:B|up){_ADAPTER}(?:\.weight)?", r"lora[._]"),
+    ("up_bias", rf"{_LORA}(?:B|up){_ADAPTER}\.bias", r"lora[._]"),
+    ("", r"\.(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?)(?:\.default)?", "hada_w|lokr_w"),
+    ("magnitude", r"\.(?:dora_scale|magnitude)", "dora_scale|magnitude"),
+    ("magnitude", r"\.lora_magnitude_vector(?:\.[^.]+){0,2}", "magnitude"),
+    ("diff", r"\.(?:diff(?:\.default)?|w_norm)", r"\.diff$|\.diff\.default$|_norm$"),
+    ("diff_b", r"\.(?:diff_b(?:\.default)?|b_norm)", r"\.diff_b|_norm$"),
+    ("norm", r"\.initial_norm", "_norm$"),
+    (
+        "multiplied",
+        r"\.(?:oft_blocks|rescale|on_input|(?:oft_R|[ab][12])\.weight|oft_R\.scaled_oft"
+        r"|(?:oft_)?(?:coft_eps|coft|block_share|block_size|scaled)(?:_oft)?_metadata)",
+        r"oft_|on_input|[ab][12]\.weight$",
+    ),
+    ("alpha", r"\.(?:alpha|lora_alpha|network_alpha)", ""),
+    ("whole", rf"{_SAVED}\.(?:set_weight|weight)", ""),
+    ("whole_b", rf"(?:{_SAVED}|\.base_layer)\.bias", ""),
+)
 _KEY = re.compile(
     r"(?P<module>.+?)(?:"
-    rf"{_LORA}(?:(?P<down>A|down)|(?P<up>B|up)){_ADAPTER}(?:\.weight)?"
-    rf"|{_LORA}(?:B|up){_ADAPTER}\.(?P<up_bias>bias)"
-    r"|\.(?P<part>hada_w[12]_[ab]|lokr_w[12](?:_[ab])?|diff_b|diff)(?:\.default)?"
-    r"|\.(?P<times>oft_blocks|rescale|on_input|(?:oft_R|[ab][12])(?=\.weight$))(?:\.weight)?"
-    r"|\.(?:oft_)?(?P<setting>coft_eps|coft|block_share|block_size|scaled)(?:_oft)?_metadata"
-    r"|\.oft_R\.(?P<scaled>scaled)_oft"
-    r"|\.(?P<alpha>alpha|lora_alpha|network_alpha)"
-    r"|\.(?P<magnitude>dora_scale|magnitude|lora_magnitude_vector(?:\.[^.]+){0,2})"
-    r"|\.(?P<norm>initial_norm)|\.(?P<diff>w_norm)|\.(?P<diff_b>b_norm)"
-    r"|(?:\.modules_to_save(?:\.[^.]+)?)?\.(?P<whole>set_weight|weight)"
-    r"|(?:\.modules_to_save(?:\.[^.]+)?|\.base_layer)?\.(?P<whole_b>bias)"
-    r")"
+    + "|".join(f"(?P<row{i}>{ending})" for i, (_, ending, _) in enumerate(ENDINGS))
+    + ")"
 )
-# Words that no checkpoint has; they save parsing the names of its tensors.
-_OWN = re.compile(
-    r"lora[._]|oft_|on_input|[ab][12]\.weight$|hada_w|lokr_w|dora_scale|magnitude|\.diff(?:_b)?$|_norm$"
-)
+_OWN = re.compile("|".join(dict.fromkeys(word for _, _, word in ENDINGS if word)))
 FORMS = (
     "NAME.lora_A.weight and .lora_B.weight, .lora_down.weight and .lora_up.weight, .hada_w1_a, "
     ".lokr_w1, .dora_scale, .diff and .diff_b are read, NAME such as "
@@ -77,10 +88,8 @@ def parse(key: str) -> Key | None:
     """The module and part of a key; None for one of no form that is read."""
     if (match := _KEY.fullmatch(key)) is None:
         return None
-    found = {name: text for name, text in match.groupdict().items() if text}
-    module = found.pop("module")
-    named = next((found[name] for name in ("part", "times", "setting") if name in found), None)
-    return Key(module, named or next(iter(found)))
+    row = next(i for i in range(len(ENDINGS)) if match[f"row{i}"] is not None)
+    return Key(match["module"], ENDINGS[row][0] or match["part"])
 
 
 def holds_lora(names: Iterable[str]) -> bool:

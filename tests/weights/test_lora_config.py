@@ -44,7 +44,6 @@ CONFIGS = {
     "lokr of three": peft.LoKrConfig(r=2, alpha=1, decompose_factor=3),
     "lokr of pairs": peft.LoKrConfig(r=2, alpha=1, decompose_both=True),
     "lokr of whole factors": peft.LoKrConfig(r=64, alpha=16),
-    "oft": peft.OFTConfig(oft_block_size=4), "oft of one block": peft.OFTConfig(oft_block_size=6, block_share=True),
 }  # fmt: skip
 
 
@@ -141,7 +140,7 @@ def test_the_config_of_another_file_in_the_folder_is_not_taken(trained):
 @pytest.mark.parametrize("more, says", [
     ({"r": 8}, "r is 8 for \\S+, its tensors have rank 4"),
     ({"lora_alpha": "16"}, "lora_alpha = '16', expected a positive number"),
-    ({"peft_type": "BOFT"}, "peft_type BOFT, read are LORA, LOHA, LOKR, OFT"),
+    ({"peft_type": "BOFT"}, "peft_type BOFT, read are LORA, LOHA, LOKR"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which changes the weights"),
     ({"fan_in_fan_out": True}, "fan_in_fan_out = True, which is not read"),
     ({"use_dora": True}, "use_dora, but no tensor ends in lora_magnitude_vector"),

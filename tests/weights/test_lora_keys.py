@@ -27,13 +27,26 @@ ENDINGS = {
     "diff": [".diff", ".w_norm"], "diff_b": [".diff_b", ".b_norm"],
     "whole": [".set_weight", ".weight", ".modules_to_save.default.weight"], "whole_b": [".bias", ".base_layer.bias"],
     "hada_w1_a": [".hada_w1_a", ".hada_w1_a.default"], "lokr_w2_b": [".lokr_w2_b"], "lokr_w1": [".lokr_w1"],
+    "norm": [".initial_norm"],
+    "multiplied": [".oft_blocks", ".oft_R.weight", ".b2.weight", ".on_input", ".oft_coft_metadata"],
 }  # fmt: skip
 
 
+NOT_ALONE = {"alpha", "whole", "whole_b"}  # endings that checkpoints have as well
+
+
 @pytest.mark.parametrize("part", ENDINGS)
-def test_every_ending_is_read(part):
+def test_every_ending_is_read_and_makes_a_file_a_lora(part):
     for ending in ENDINGS[part]:
         assert parse(MODULE + ending) == Key(MODULE, part), ending
+        assert part in NOT_ALONE or holds_lora([MODULE + ending]), ending
+
+
+def test_every_row_has_an_ending_here():
+    """A row that is added is given to the test above, which fails where its word is left out."""
+    rows = {part for part, _, _ in lora_keys.ENDINGS if part}
+    assert rows <= ENDINGS.keys()
+    assert {part for part, _, word in lora_keys.ENDINGS if not word} == NOT_ALONE
 
 
 @pytest.mark.parametrize("ending", [".lokr_t1", ".hada_t1", ".lokr_t2", ""])
@@ -64,7 +77,7 @@ def test_the_checklist_of_a_format_names_the_places_that_there_are():
     text = (Path(__file__).parents[2] / "docs/extending.md").read_text()
     text = text.partition("## A LoRA format")[2].partition("\n## ")[0]
     places = {
-        lora_keys: ("_KEY", "FORMS"), lora_names: ("_WORDS", "_of"), lora_config: ("read_config",),
+        lora_keys: ("ENDINGS", "FORMS"), lora_names: ("_WORDS", "_of"), lora_config: ("read_config",),
         changes: ("changes_of", "LowRank"),
     }  # fmt: skip
     for module, names in places.items():
