@@ -82,6 +82,7 @@ def server(folder):
     """The server's address, and a function that starts it again after it was killed."""
     port = free_port()
     (tokens := folder / "tokens").write_text(f"ann {TOKEN}\n")
+    (folder / "token").write_text(f"{TOKEN}\n")
     tokens.chmod(0o600)
     words = [
         sys.executable, "-m", "ltx2rt", "serve", "--backend", "cuda", "--device", "cpu", "--model", MODEL,
@@ -119,7 +120,7 @@ class Queue:
     def send(self, name, **changed):
         """changed: widgets of the workflow's task, or of its server node."""
         graph = json.loads((ROOT / f"examples/comfyui/workflows/{name}_api.json").read_text())
-        own = {"address": self.address, "token": TOKEN} | changed
+        own = {"address": self.address, "token": str(self.folder / "token")} | changed
         for node in graph.values():
             if node["class_type"].startswith("LTX2RT"):
                 node["inputs"] |= {key: own[key] for key in own if key in node["inputs"]}
@@ -155,6 +156,9 @@ def test_each_workflow_makes_its_clip(queue, name):
     assert shape(paths[0]) == (25, 128, 128, True)
     with av.open(str(paths[0])) as file:  # Save Video keeps the workflow
         assert "LTX2RT" in file.metadata["prompt"]
+    written = [path for path in queue.folder.rglob("*") if path.is_file()]
+    holding = [path.name for path in written if TOKEN.encode() in path.read_bytes()]
+    assert sorted(holding) == ["token", "tokens"]
 
 
 def test_an_equal_task_is_not_made_again(queue):
@@ -171,7 +175,7 @@ OWN = {
 
 @pytest.mark.parametrize("changed, words", [
     ({"advanced": "video_cgf = 2.0"}, ("video_cgf", "video_cfg")),
-    ({"token": "another-token-of-sixteen", "seed": 8}, ("token",)),
+    ({"token": "another-token-of-sixteen", "seed": 8}, ("token file", "LTX2RT_TOKEN")),
     ({**OWN, "model": "/no/such/model", "seed": 12}, ("/no/such/model",)),
 ])  # fmt: skip
 def test_a_refusal_is_the_servers_sentence(queue, changed, words):

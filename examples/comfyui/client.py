@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
+import re
 import secrets
 import shlex
 import shutil
@@ -28,6 +30,11 @@ ANSWER_S = 30.0  # for one answer
 AWAY_S = 120.0  # a server that is back within this time goes on with its jobs
 START_S = 900.0  # to load a model
 OVER = ("completed", "failed")
+TOKEN_FILE_CHARS = 2**16
+KEEP_TOKEN = (
+    "put the token into a file and name the file, or into LTX2RT_TOKEN, where ComfyUI starts: "
+    "every file that ComfyUI saves holds a workflow's widgets"
+)
 GONE = (URLError, HTTPException, TimeoutError, ConnectionError)
 
 
@@ -44,12 +51,30 @@ class Upload:
     data: bytes
 
 
+def read_token(file: str) -> str:
+    """The token in a file, alone or as in `NAME TOKEN`; without a file, that of LTX2RT_TOKEN.
+    Raises ServerError, which never quotes the token."""
+    text, where = os.environ.get("LTX2RT_TOKEN", ""), "LTX2RT_TOKEN"
+    if file:
+        if not (path := Path(file).expanduser()).is_file():
+            raise ServerError(f"token file: no such file; {KEEP_TOKEN}")
+        with path.open(errors="replace") as lines:
+            text, where = lines.read(TOKEN_FILE_CHARS), f"token file: {file}"
+    named = [one.split() for one in text.splitlines() if one.split("#")[0].strip()]
+    if not named and not file:
+        return ""
+    if not named or not re.fullmatch("[!-~]+", found := named[0][:2][-1]):
+        raise ServerError(f"{where} holds no token of printable ASCII; write one")
+    return found
+
+
 @dataclass(frozen=True)
 class Server:
-    """address: such as http://127.0.0.1:8000, with a path prefix if there is one."""
+    """address: such as http://127.0.0.1:8000, with a path prefix if there is one. token: itself, or
+    a function that reads it whenever it is sent, so that no node returns it."""
 
     address: str
-    token: str = ""
+    token: str | Callable[[], str] = field(default="", repr=False)
 
     def send(self, fields: Mapping[str, Any], uploads: Sequence[Upload]) -> dict[str, Any]:
         """Queue a job; returns the video. fields: values of JSON. Raises ServerError."""
@@ -128,7 +153,8 @@ class Server:
     def _request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = {}
     ) -> Request:
-        own = {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        token = self.token() if callable(self.token) else self.token
+        own = {"Authorization": f"Bearer {token}"} if token else {}
         return Request(self.address.rstrip("/") + path, body, {**headers, **own}, method=method)
 
     def _ask(

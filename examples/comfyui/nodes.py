@@ -10,6 +10,7 @@ import io as bytes_io
 import tomllib
 import wave
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from comfy_api.latest import ComfyExtension, InputImpl, io
 from PIL import Image
 from server import PromptServer
 
-from .client import SERVERS, Server, ServerError, Upload
+from .client import SERVERS, Server, ServerError, Upload, read_token
 
 Connection, Images, Loras = (io.Custom(f"LTX2RT_{kind}") for kind in ("SERVER", "IMAGES", "LORAS"))
 UNSET = "default"  # the server's, or the pipeline's
@@ -47,7 +48,11 @@ class ServerNode(io.ComfyNode):
                     "address", default="http://127.0.0.1:8000", tooltip="of `ltx2rt serve`"
                 ),
                 io.String.Input(
-                    "token", default="", tooltip="of this user, if the server asks for one"
+                    "token",  # the name and place of the widget that held a token itself
+                    "token file",
+                    default="",
+                    tooltip="a file with this user's token, if the server asks for one; empty: "
+                    "LTX2RT_TOKEN, as ComfyUI was started with it",
                 ),
                 io.String.Input(
                     "model",
@@ -77,7 +82,8 @@ class ServerNode(io.ComfyNode):
             return io.NodeOutput(
                 SERVERS.serving(command, path, arguments, lambda text: say(cls, text))
             )
-        return io.NodeOutput(Server(address, token))
+        read_token(token)  # refuse a wrong one here
+        return io.NodeOutput(Server(address, partial(read_token, token)))
 
 
 class ImageNode(io.ComfyNode):
