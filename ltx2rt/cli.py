@@ -44,7 +44,6 @@ COMMANDS = {
     "train prepare": "encode clips and captions for training, once",
     "train run": "train a LoRA on prepared clips",
     "train export": "write the LoRA of a training run",
-    "calibrate": "find steps that a model can leave out, and what that costs",
     "compare": "measure how close two clips are",
     "graph": "print the graph of a network",
     "plan": "estimate memory and time of a run, also for hardware you do not have",

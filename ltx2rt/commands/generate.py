@@ -43,7 +43,7 @@ from ltx2rt.flags import (
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams, is_still
 from ltx2rt.notes import note
-from ltx2rt.pipelines import FIRST, pipeline, pipelines, step_plans
+from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.groups.seeds import draw_seed
 from ltx2rt.pipelines.groups.size import Length, Pixels
 from ltx2rt.pipelines.groups.text import Prompt
@@ -292,7 +292,6 @@ def main(args: argparse.Namespace) -> int | None:
         request = request.kept_in(folder)
     request.check()
     options = located(options, wanted_by(type(request)))
-    given = request
     # torch and jax take seconds to import
     checkpoint, request = prepared(options, request, written)
     factory = get_factory(options.backend)
@@ -307,7 +306,7 @@ def main(args: argparse.Namespace) -> int | None:
         return status
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
-    remarks = [*step_plans.remarks(given, checkpoint)]
+    remarks = []
     if written.output and is_still(written.output):
         remarks.append(f"{written.output} is one picture: one frame is made, and no sound")
     if unnamed:

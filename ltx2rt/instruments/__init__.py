@@ -4,7 +4,6 @@
     probe       one network on given tensors
     ahead       programs compiled for devices that are not here (`compile`)
     compare     the distance of two clips
-    calibrate   step plans for a model, with prices
 
 A reader of the runtime may skip this room: only its commands import it, and a contract of
 pyproject.toml holds that.

@@ -341,7 +341,7 @@ class _Step:
         given = {key: o.input(f"{name}_{key}", "float32", **one.x.type.sizes) for key in more}
         noise = given.pop("noise", None)
         found = advance(
-            o, sampler, one.x, x0, one.clean, one.mask, self.ends, coefficients, noise, given, name
+            o, sampler, one.x, x0, one.clean, one.mask, self.ends, coefficients, noise, given
         )  # fmt: skip
         return {f"{name}_{key}": value for key, value in found.items()}
 

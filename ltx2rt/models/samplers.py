@@ -3,8 +3,8 @@
     euler      x' = x + (x - x0) / sigma (sigma' - sigma)
     ancestral  x' = c . (x, x0, noise), then kept tokens are put back: m x' + (1 - m) clean
     res2s      x' = c . (x, anchor, kept x0, x0, noise), then likewise; two evaluations a step, and
-    one at the end planned    x' = c . (x, y, kept), y = x0 or the kept one, by the stream; a step
-    plan's (`models.step_plan`)
+    one at the end
+    planned    x' = c . (x, x0, kept x0); a step plan's (`models.step_plan`)
 
 The coefficients c of every evaluation are inputs, made here in float64 and rounded once; noise is
 also an input. Sources: Euler ancestral of rectified flows (k-diffusion); res_2s, the exponential
@@ -99,18 +99,15 @@ def advance(
     coefficients: list[Term],
     noise: Term | None,
     carried: dict[str, Term],
-    stream: str = "video",
 ) -> dict[str, Term]:
     """ "latent" of the next evaluation and what else the sampler carries; x, x0 (videos, tokens, C),
-    x0 masked. sigmas: from, to. stream: "video" or "audio"."""
+    x0 masked. sigmas: from, to."""
     if sampler == "euler":
         sigma, target = sigmas
         return {"latent": x + (x - x0) / sigma * (target - sigma)}
     c = coefficients
     if sampler == "planned":
-        kept, take = carried["kept"], c[3 + ("video", "audio").index(stream)]
-        new = x0 * take + kept * (1 - take)
-        return {"latent": x * c[0] + new * c[1] + kept * c[2], "kept": new}
+        return {"latent": x * c[0] + x0 * c[1] + carried["kept"] * c[2], "kept": x0}
     assert noise is not None, f"{sampler} draws noise"
     if sampler == "ancestral":
         new = x * c[0] + x0 * c[1] + noise * c[2]

@@ -13,59 +13,29 @@ no separate graph.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
 
 import numpy as np
 
 from ltx2rt.errors import InputError
 
 MAX_GAIN = 1.5  # largest |g| / (1 - r): a line through two close evaluations does not reach far
-# factors of `advance`: r, 1 - r + g, -g, and whether the x0 of video and of audio is taken
-TERMS = 5
-
-
-class Due(NamedTuple):
-    """The steps that evaluate each stream's x0; ascending, the first is 0."""
-
-    video: tuple[int, ...]
-    audio: tuple[int, ...]
+TERMS = 3  # factors of `advance`: r, 1 - r + g, -g
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """due: by stream; order: 1 or 2. ORDER:STEP,STEP,... if both streams have the same."""
+    """evaluate: the steps in which the transformer runs; ascending, the first is 0. order: 1 or 2.
+    ORDER:STEP,STEP,... as text."""
 
-    due: Due
+    evaluate: tuple[int, ...]
     order: int = 1
-
-    @classmethod
-    def of(cls, evaluate: Sequence[int], order: int = 1) -> StepPlan:
-        return cls(Due(tuple(evaluate), tuple(evaluate)), order)
-
-    @classmethod
-    def skipping(cls, steps: int, video: int, audio: int) -> StepPlan:
-        """Skip `video` and `audio` steps of the streams after each evaluation (`skip_step`)."""
-        return cls(Due(tuple(range(0, steps, video + 1)), tuple(range(0, steps, audio + 1))))
-
-    @property
-    def evaluate(self) -> tuple[int, ...]:
-        """The steps in which the transformer runs."""
-        return tuple(sorted({*self.due.video, *self.due.audio}))
 
     @property
     def sampler(self) -> str:
         """The sampler, a name of `models.samplers`."""
-        return "euler" if self.order == 1 and self.due.video == self.due.audio else "planned"
-
-    def only(self, made: Sequence[str]) -> StepPlan:
-        """For a clip of which these streams are made: a given one is due when the other is."""
-        if len(made) == 1:
-            one = getattr(self.due, made[0])
-            return replace(self, due=Due(one, one))
-        return self
+        return "euler" if self.order == 1 else "planned"
 
     def levels(self, sigmas: np.ndarray) -> np.ndarray:
         """sigmas [steps + 1] of the evaluations, and the last."""
@@ -78,12 +48,12 @@ class StepPlan:
         for n, i in enumerate(evaluate):
             j = [*evaluate, len(s) - 1][n + 1]
             r, g = s[j] / s[i], gain(s, evaluate[n - 1], i, j) if self.order == 2 and n else 0.0
-            rows.append((r, 1 - r + g, -g, i in self.due.video, i in self.due.audio))
+            rows.append((r, 1 - r + g, -g))
         return np.array(rows, np.float64)
 
     def check(self, steps: int, flag: str, sigmas: np.ndarray) -> None:
         """Raises InputError, naming `flag`, unless it is a plan of `steps` steps."""
-        found = self.due.video
+        found = self.evaluate
         ascending = all(a < b for a, b in pairwise(found))
         if not found or found[0] != 0 or not ascending or found[-1] >= steps:
             raise InputError(
@@ -114,10 +84,10 @@ class StepPlan:
         if not colon:
             order, rest = "2", text
         try:
-            steps = [int(part) for part in rest.split(",")]
+            steps = tuple(int(part) for part in rest.split(","))
         except ValueError:
             return None
-        return cls.of(steps, int(order)) if order in ("1", "2") else None
+        return cls(steps, int(order)) if order in ("1", "2") else None
 
 
 def gain(s: np.ndarray, h: int, i: int, j: int) -> float:

@@ -19,7 +19,7 @@ from ltx2rt.pipelines.groups.guidance import VideoScales
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import STEP, Size
-from ltx2rt.pipelines.groups.steps import Interval, Steps, VideoSkips
+from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -100,7 +100,7 @@ class AudioToVideo(Request):
     scale = 2
     distilled = "needed"
     groups = (
-        *NEW, Size(), Images(), *PICTURES, NegativePrompt(), Steps(), VideoSkips(),
+        *NEW, Size(), Images(), *PICTURES, NegativePrompt(), Steps(), Skips(),
         Interval(), VideoScales(), GivenSound(), Segments(),
     )  # fmt: skip
 

@@ -10,7 +10,7 @@ from ltx2rt.pipelines.groups import RUN
 from ltx2rt.pipelines.groups.guidance import SoundScales
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.groups.sound import SoundToFollow, Voice
-from ltx2rt.pipelines.groups.steps import Interval, SoundSkips, Steps
+from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt, Prompt
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
@@ -34,7 +34,7 @@ class TextToAudio(Request):
     }
     groups = (
         Prompt(), SoundLength(), *RUN, SoundToFollow(), Voice(), NegativePrompt(), Steps(),
-        SoundSkips(), Interval(), SoundScales(),
+        Skips(), Interval(), SoundScales(),
     )  # fmt: skip
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:

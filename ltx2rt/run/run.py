@@ -1,5 +1,5 @@
 """Run a request: its plan, its stages in order, watched, up to the frames, which are made when they
-are taken, and its files. The commands, Python, workers, calibration and validation share `Run`."""
+are taken, and its files. The commands, Python, workers and validation share `Run`."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.source_clip import DECIDES, SourceClip
 from ltx2rt.pipelines.recipes import PRESETS, recipe
 from ltx2rt.pipelines.request import Request, distilled_lora
-from ltx2rt.pipelines.step_plans import PlanFile
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import high_range_of
@@ -216,8 +215,6 @@ class Admission:
         if images and not more:
             raise InputError(f"--image: the {name} pipeline takes none")
         request = make_request(name, **clip, **more, **as_given(files, self.inputs), num_videos=n)
-        if isinstance(getattr(request, "step_plan", None), PlanFile):
-            raise InputError("--step-plan: expected a list of steps; a file cannot be sent")
         request.check_options(self._session.options)
         if to_enhance(request):
             Enhancer.of(self.checkpoint, self.enhancer).check(request.first_image)

@@ -75,7 +75,7 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
     """The clip flags that requests may set: those that name no file to keep, and are not marked as
     the command line's own."""
     but = marked("command", type_) | ({} if with_enhancer else flagged(Enhancing))
-    flags = {name: how for name, how in _flags(type_).items() if how.file in (None, "plan")}
+    flags = {name: how for name, how in _flags(type_).items() if how.file is None}
     own = [name for name, how in flags.items() if name not in but and how.help != SUPPRESS]
     return {name: flagged(type_)[name] for name in own}
 

@@ -131,18 +131,14 @@ class Denoise(Stage):
 
     @cached_property
     def trajectory(self) -> Trajectory:
-        if plan := self._plan:
-            return planned(plan, self.sigmas)
+        if self.plan:
+            return planned(self.plan, self.sigmas)
         return trajectory(self.sampler, self.sigmas, self.eta)
-
-    @cached_property
-    def _plan(self) -> StepPlan | None:
-        return self.plan and self.plan.only(self.made)
 
     @property
     def stepping(self) -> str:
         """The sampler that runs."""
-        return self._plan.sampler if self._plan else self.sampler
+        return self.plan.sampler if self.plan else self.sampler
 
     def steps(self) -> int:
         """Evaluations."""

@@ -147,7 +147,7 @@ def test_steps_that_are_left_out_or_not_guided(plain):
         plain, given,
         ({"guidance_interval": "1"}, "expected START STOP"),
         ({"guidance_interval": [0, 0.01]}, "holds none of the 30 steps"),
-        ({"step_plan": "/etc/passwd"}, "a file cannot be sent"),
+        ({"step_plan": "/etc/passwd"}, "expected a list of steps"),
     )  # fmt: skip
 
 

@@ -13,13 +13,13 @@ from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.groups.sound import Sounding, SoundToFollow, Voice
 from ltx2rt.pipelines.groups.source_clip import FileSize, SourceClip
-from ltx2rt.pipelines.groups.steps import AllSkips, Interval, Steps
+from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt, PromptsByTime
 
 RUN: tuple[Group, ...] = (Videos(), Seed(), NoiseFile(), Enhancing())
 NEW = (Prompt(), Length(), *RUN)
 PICTURES = (PromptsByTime(), Hdr(), Sounding(), GeneratedKeyframes())
-GUIDED = (NegativePrompt(), Steps(), AllSkips(), Interval(), Guidance())
+GUIDED = (NegativePrompt(), Steps(), Skips(), Interval(), Guidance())
 NAGGED = (NegativePrompt(), Nag())
 SEGMENTED = (SoundToFollow(), Voice(), Segments())
 FROM_CLIP = (Prompt(), SourceClip(), *RUN, Sounding(), FileSize())

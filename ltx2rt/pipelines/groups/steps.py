@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ltx2rt.config import ModelConfig
@@ -12,10 +12,8 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import CLIP, flags_of, spelling
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.pipelines.groups.group import Group
-from ltx2rt.pipelines.step_plans import PlanFile, parse_step_plan, read
 from ltx2rt.stages.denoise import within
 from ltx2rt.stages.schedule import shifted_sigmas
-from ltx2rt.stages.stage import MODALITIES
 
 flag = flags_of("sampling")
 
@@ -29,6 +27,13 @@ def parse_interval(text: str | Sequence[float]) -> tuple[float, float]:
     if not 0 <= start < stop <= 1:
         raise ValueError
     return start, stop
+
+
+def parse_step_plan(text: str) -> str:
+    """A list of steps. Raises ValueError."""
+    if StepPlan.parse(text) is None:
+        raise ValueError
+    return text
 
 
 @dataclass(frozen=True)
@@ -47,11 +52,16 @@ class Steps(Group):
 
 @dataclass(frozen=True)
 class Skips(Group):
-    """Steps to leave out, in one way at a time; a resolved request has the steps that its plan
-    evaluates in place of a file."""
+    """Steps to leave out, in one way at a time."""
 
-    step_plan: str | PlanFile | None = flag(
-        None, "steps to evaluate: 0,4,8,9, or a file", parse_step_plan, metavar="PLAN", file="plan"
+    step_plan: str | None = flag(
+        None,
+        "steps to evaluate, such as 0,4,8,9; between them x0 goes on in a straight line, after 1: "
+        "it stays",
+        parse_step_plan,
+        metavar="PLAN",
+        expects="a list of steps such as 0,4,8,9 or 1:0,4,8,9",
+        json="string",
     )
     skip_step: int | None = flag(
         None, "guided steps to leave out after each evaluated one", least=0, most=MAX_STEPS
@@ -63,57 +73,28 @@ class Skips(Group):
 
     def check(self, request: Any) -> None:
         given = self.given()
-        both = "--video-skip-step", "--audio-skip-step"
-        if len(given) > 1 and tuple(given) != both:
+        if len(given) > 1:
             raise InputError(
                 f"{given[1]}: given beside {given[0]}, which says for all steps which are left out; "
                 "leave one of the two out"
             )
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        if not request.is_guided:
-            return {}
-        full, given = self, self.step_plan
-        if isinstance(given, PlanFile):
-            full = replace(self, step_plan=str(read(given, request.steps)))
-        full.plan(request.steps)
-        return {"step_plan": full.step_plan}
+        if request.is_guided:
+            self.plan(request.steps)
+        return {}
 
     def plan(self, steps: int) -> StepPlan | None:
         """The steps of a resolved request that are evaluated; None for all. Raises InputError."""
         if self.step_plan is not None:
-            plan = StepPlan.parse(str(self.step_plan))
-            assert plan is not None, "the request is not resolved"
+            plan = StepPlan.parse(self.step_plan)
+            assert plan is not None, "the request is not checked"
             plan.check(steps, "--step-plan", shifted_sigmas(steps))
             return plan
-        skips = {f.name: getattr(self, f.name) or 0 for f in fields(self) if "skip" in f.name}
-        for name, skip in skips.items():
-            if skip >= steps > 1:
-                raise InputError(
-                    f"--{name.replace('_', '-')}: {skip}, expected below --steps, which are {steps}"
-                )
-        every = skips["skip_step"]
-        video, audio = (skips.get(f"{m}_skip_step", 0) or every for m in MODALITIES)
-        return StepPlan.skipping(steps, video, audio) if video or audio else None
-
-
-@dataclass(frozen=True)
-class VideoSkips(Skips):
-    video_skip_step: int | None = flag(
-        None, "steps of video to leave out after each one (default: 0)", least=0, most=MAX_STEPS
-    )
-
-
-@dataclass(frozen=True)
-class SoundSkips(Skips):
-    audio_skip_step: int | None = flag(
-        None, "steps of sound to leave out after each one (default: 0)", least=0, most=MAX_STEPS
-    )
-
-
-@dataclass(frozen=True)
-class AllSkips(SoundSkips, VideoSkips):
-    """Skips for a clip of which video and sound are both made."""
+        skip = self.skip_step or 0
+        if skip >= steps > 1:
+            raise InputError(f"--skip-step: {skip}, expected below --steps, which are {steps}")
+        return StepPlan(tuple(range(0, steps, skip + 1))) if skip else None
 
 
 @dataclass(frozen=True)
