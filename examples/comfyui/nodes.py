@@ -9,7 +9,7 @@ from __future__ import annotations
 import io as bytes_io
 import tomllib
 import wave
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,24 @@ from .client import SERVERS, Server, ServerError, Upload, read_token
 
 Connection, Images, Loras = (io.Custom(f"LTX2RT_{kind}") for kind in ("SERVER", "IMAGES", "LORAS"))
 UNSET = "default"  # the server's, or the pipeline's
-MAX_SEED, PREVIEW_PX = 2**32 - 1, 512
+MAX_SEED, PREVIEW_PX, MAX_PREVIEW_PX = 2**32 - 1, 512, 8192
 
 
 def say(node: type[io.ComfyNode], text: str) -> None:
     """Show a line on the node that runs."""
     PromptServer.instance.send_progress_text(text, node.hidden.unique_id)
+
+
+def waiting(node: type[io.ComfyNode]) -> Callable[[str], None]:
+    """A function for every wait of the node: shows its line, if any, and ends the wait if the user
+    cancels."""
+
+    def wait(text: str) -> None:
+        throw_exception_if_processing_interrupted()
+        if text:
+            say(node, text)
+
+    return wait
 
 
 class ServerNode(io.ComfyNode):
@@ -79,9 +91,7 @@ class ServerNode(io.ComfyNode):
     def execute(cls, address, token, model, command, arguments) -> io.NodeOutput:
         if model:
             path = folder_paths.models_dir if model == "models" else model
-            return io.NodeOutput(
-                SERVERS.serving(command, path, arguments, lambda text: say(cls, text))
-            )
+            return io.NodeOutput(SERVERS.serving(command, path, arguments, waiting(cls)))
         read_token(token)  # refuse a wrong one here
         return io.NodeOutput(Server(address, partial(read_token, token)))
 
@@ -189,10 +199,11 @@ class Task(io.ComfyNode):
     @classmethod
     def execute(cls, server, **widgets: Any) -> io.NodeOutput:
         fields, uploads = cls.request(widgets)
-        video = follow(cls, server, server.send(fields, uploads))
+        wait = waiting(cls)
+        video = follow(cls, server, server.send(fields, uploads, wait))
         path = Path(folder_paths.get_temp_directory()) / f"{video['id']}.mp4"
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(server.content(video))
+        path.write_bytes(server.content(video, wait))
         clip = InputImpl.VideoFromFile(str(path))
         parts = clip.get_components()
         return io.NodeOutput(clip, parts.images, parts.audio, video["x"]["seed"])
@@ -309,13 +320,13 @@ def follow(node: type[io.ComfyNode], server: Server, sent: dict[str, Any]) -> di
     """The finished video. Meanwhile shows progress, and cancels the job if ComfyUI stops it.
     Raises ServerError, or ComfyUI's exception of an interrupt."""
     bar, shown, video = ProgressBar(100, node.hidden.unique_id), None, sent
+    wait = waiting(node)
     try:
-        for video in server.follow(sent):
-            throw_exception_if_processing_interrupted()
+        for video in server.follow(sent, wait):
+            wait("")
             if shown != (shown := (video["progress"], video["x"]["preview"])):
                 say(node, status(video))
-                data = server.preview(video)
-                picture = ("JPEG", Image.open(bytes_io.BytesIO(data)), PREVIEW_PX) if data else None
+                picture = shown_preview(server.preview(video, wait))
                 bar.update_absolute(video["progress"], 100, picture)
     except ServerError:
         raise
@@ -323,6 +334,18 @@ def follow(node: type[io.ComfyNode], server: Server, sent: dict[str, Any]) -> di
         server.cancel(video)
         raise
     return video
+
+
+def shown_preview(data: bytes | None) -> tuple[str, Image.Image, int] | None:
+    """A preview as the progress bar takes it; None without a JPEG of a fitting size."""
+    try:
+        picture = Image.open(bytes_io.BytesIO(data or b""), formats=["JPEG"])
+        if max(picture.size) <= MAX_PREVIEW_PX:
+            picture.load()
+            return "JPEG", picture, PREVIEW_PX
+    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):
+        pass
+    return None
 
 
 def status(video: dict[str, Any]) -> str:
