@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
@@ -35,6 +35,7 @@ from safetensors.numpy import load_file
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines import FIRST, pipeline
+from tests.gguf_files import linked
 from tests.parity import relative_l2
 from tests.virtual import xla_flags
 
@@ -343,12 +344,44 @@ def tiny(tmp_path_factory) -> Callable[[str, str], Path]:
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root  # of all workers
 
     def get(name: str, layout: str) -> Path:
-        if not (folder := root / f"{name}-{layout}").exists():
-            made = Path(tempfile.mkdtemp(dir=root))
-            make_checkpoint(name, layout, made)
-            with contextlib.suppress(OSError):  # another worker was quicker
-                made.rename(folder)
-        return folder
+        return once(root / f"{name}-{layout}", lambda made: make_checkpoint(name, layout, made))
+
+    return get
+
+
+def once(folder: Path, make: Callable[[Path], object]) -> Path:
+    """The folder, made by the first of all workers that asks."""
+    if not folder.exists():
+        made = Path(tempfile.mkdtemp(dir=folder.parent))
+        make(made)
+        with contextlib.suppress(OSError):  # another worker was quicker
+            made.rename(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def released(tmp_path_factory) -> Callable[..., Path]:
+    """released(*words, preset=..., empty=...): a new folder with files of LTX-2.5 under their
+    released names, `tests.released.BASE` and those of these words, such as "distilled", "dev",
+    "lora", "dev int8"; released("diffusers") is the repository of diffusers folders. empty: only
+    headers, of the sizes of the preset."""
+    from tests.released import BASE, folder_of, make_diffusers, make_released
+
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root  # of all workers
+
+    def get(
+        *words: str,
+        preset: str = "tiny-2.5",
+        empty: bool = False,
+        base: Iterable[str] = BASE,
+        out: Path | None = None,
+    ) -> Path:
+        folders = words == ("diffusers",)
+        make = partial(make_diffusers if folders else make_released, preset=preset, empty=empty)
+        made = once(root / f"released-{preset}-{empty}-{folders}", make)
+        out = out or tmp_path_factory.mktemp("ltx-2.5")
+        return linked(made, out) if folders else folder_of(made, out, *words, base=base)
 
     return get
 
