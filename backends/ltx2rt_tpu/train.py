@@ -181,8 +181,9 @@ class Trainer:
 
     def update(self, rate: float) -> dict[str, float]:
         assert self.gradients is not None, "nothing was accumulated"
-        before = self.parameters, self.moments, self.ema
-        found = self._step(*before, self.gradients, np.float32(rate))
+        found = self._step(
+            self.parameters, self.moments, self.ema, self.gradients, np.float32(rate)
+        )
         self.parameters, self.moments, self.ema, squares = found
         self.gradients = None
         return {name: float(x) for name, x in squares.items()}

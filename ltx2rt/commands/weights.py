@@ -88,6 +88,6 @@ def merge(args: argparse.Namespace) -> None:
     specs = [parse_lora(text) for text in args.lora]
     loras = [open_lora(spec.path, spec.strength) for spec in specs]
     partial = given_flags(args, ModelOptions).get("lora_allow_partial", False)
-    to = (args.output, args.dtype, partial)
-    for merge in merge_to_file(open_checkpoint(args.model), loras, args.tensor, *to):
+    checkpoint = open_checkpoint(args.model)
+    for merge in merge_to_file(checkpoint, loras, args.tensor, args.output, args.dtype, partial):
         print(merge.line())

@@ -289,9 +289,14 @@ class _Step:
     ) -> dict[str, Term]:
         """The transformer's velocity (branches, videos, tokens, C) of each stream."""
         o, config, s = self.o, self.config, self.s
-        tokens = s.video_tokens, s.audio_tokens, s.text_tokens
-        batch = len(self.names) * s.videos
-        shape = ForwardShape(batch, *tokens, s.coordinates, streams=s.streams)
+        shape = ForwardShape(
+            batch=len(self.names) * s.videos,
+            video_tokens=s.video_tokens,
+            audio_tokens=s.audio_tokens,
+            text_tokens=s.text_tokens,
+            coordinates=s.coordinates,
+            streams=s.streams,
+        )
         tables = declare_tables(o, config, shape)
         bias = mask_bias(o, tokens=s.video_tokens, keys=s.video_tokens) if s.masked else None
         keyframes = declare_keyframes(o, config, s.streams, tokens=s.video_tokens)

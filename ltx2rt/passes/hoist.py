@@ -23,6 +23,8 @@ from ltx2rt.graph.ir import Graph, Node, Repeat, Replaced, Value
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 
+# operands of a repeat: the body's name for it, its value there, the operand
+Entries = list[tuple[str, Value, Value]]
 INVARIANT, DATA, CARRIED = range(3)  # a value's strongest dependency
 LIGHT = {"full", "at", "slice", "rename", "expand", "cast", "affine", "split", "merge", "transpose",
          "pad", "stack", "concat", "select"}  # fmt: skip
@@ -181,37 +183,45 @@ class _Loop:
         wanted = set(replace(inner, nodes=left).read())
         results = [v for n in gone for v in n.outputs if v in wanted]
         read = {v for n in gone for v in n.inputs}
-        fixed = [entry for entry in invariant if entry[1] in read]
-        taken = fixed + [entry for entry in data if entry[1] in read]
-        apart = Graph(f"{inner.name}.once", mesh=inner.mesh, nodes=gone)
-        apart.inputs = {name: v for name, v, _ in taken}
-        apart.params = {n: v for n, v in inner.params.items() if v in read}
-        apart.layouts = {n: inner.layouts[n] for n in apart.params if n in inner.layouts}
-        apart.outputs = {f"once_{i}": v for i, v in enumerate(results)}
-        stacked = [v.type.stacked(repeat.axis, repeat.count) for v in results]
-        if self.left_bytes is not None:
-            if (size := sum(type.nbytes for type in stacked)) > self.left_bytes:
-                return node
-            self.left_bytes -= size
-        outside = tuple(self.out.fresh(t) for t in stacked)
-        # the same values on their way through the outer body
-        entering = [Value(v.name, v.type) for v in outside]
-        self.outer.update(zip(entering, outside, strict=True))
-        operands = tuple(self._outside(operand) for _, _, operand in taken)
-        once = {"repeat": Repeat(apart, repeat.count, 0, len(fixed), repeat.axis, repeat.first)}
-        self.out.nodes.append(Node("repeat", operands, outside, node.attrs, once))
-
+        if (entering := self._once(node, gone, results, invariant, data)) is None:
+            return node
         fixed = [entry for entry in invariant if entry[1] in wanted]
         keep = carry + fixed + [entry for entry in data if entry[1] in wanted]
         entered = _named(results)
-        rest = replace(inner, nodes=[*map(entered.node, left)])
-        rest.params = {n: v for n, v in inner.params.items() if v in wanted or v not in read}
-        rest.layouts = {n: inner.layouts[n] for n in rest.params if n in inner.layouts}
+        own = {n: v for n, v in inner.params.items() if v in wanted or v not in read}
+        rest = _part(inner, [*map(entered.node, left)], own)
         rest.inputs = {name: v for name, v, _ in keep} | {v.name: v for v in entered.values()}
         rest.outputs = entered.outputs(inner)
         operands = (*(operand for _, _, operand in keep), *entering)
         args = {"repeat": replace(repeat, body=rest, num_invariants=len(fixed))}
         return replace(node, inputs=operands, args=args)
+
+    def _once(
+        self, node: Node, gone: list[Node], results: list[Value], invariant: Entries, data: Entries
+    ) -> list[Value] | None:
+        """Add a repeat of the nodes that leave `node` outside; return its results as they enter the
+        outer body, or None where `left_bytes` has no room for them."""
+        repeat, inner = node.repeat, node.repeat.body
+        stacked = [v.type.stacked(repeat.axis, repeat.count) for v in results]
+        if self.left_bytes is not None:
+            if (size := sum(type.nbytes for type in stacked)) > self.left_bytes:
+                return None
+            self.left_bytes -= size
+        outside = tuple(self.out.fresh(t) for t in stacked)
+        # the same values on their way through the outer body
+        entering = [Value(v.name, v.type) for v in outside]
+        self.outer.update(zip(entering, outside, strict=True))
+        read = {v for n in gone for v in n.inputs}
+        fixed = [entry for entry in invariant if entry[1] in read]
+        taken = fixed + [entry for entry in data if entry[1] in read]
+        apart = _part(inner, gone, {n: v for n, v in inner.params.items() if v in read})
+        apart.name = f"{inner.name}.once"
+        apart.inputs = {name: v for name, v, _ in taken}
+        apart.outputs = {f"once_{i}": v for i, v in enumerate(results)}
+        operands = tuple(self._outside(operand) for _, _, operand in taken)
+        once = {"repeat": Repeat(apart, repeat.count, 0, len(fixed), repeat.axis, repeat.first)}
+        self.out.nodes.append(Node("repeat", operands, outside, node.attrs, once))
+        return entering
 
     def _finish(self, kept: list[Node]) -> None:
         """The repeat without the moved nodes; values that it reads enter as invariants or data."""
@@ -226,10 +236,9 @@ class _Loop:
         invariants = [v for v in entering + hoisted if v not in self.data]
         data = [v for v in entering + hoisted if v in self.data]
         entered = _named(hoisted)
-        inner = replace(body, nodes=[*map(entered.node, kept)])
         # What nothing reads stays: every set of weights of a network has the same tensors.
-        inner.params = {n: v for n, v in body.params.items() if v in read or v not in self.outer}
-        inner.layouts = {n: body.layouts[n] for n in inner.params if n in body.layouts}
+        params = {n: v for n, v in body.params.items() if v in read or v not in self.outer}
+        inner = _part(body, [*map(entered.node, kept)], params)
         inside = [entered[v] for v in (*carries, *invariants, *data)]
         inner.inputs = {names.get(v, v.name): v for v in inside}
         inner.outputs = entered.outputs(body)
@@ -237,6 +246,12 @@ class _Loop:
         operands = (*self.node.inputs[:num_carries], *outside)
         rest = replace(self.repeat, body=inner, num_invariants=len(invariants))
         self.out.nodes.append(replace(self.node, inputs=operands, args={"repeat": rest}))
+
+
+def _part(body: Graph, nodes: list[Node], params: dict[str, Value]) -> Graph:
+    """The body with only these nodes and parameters."""
+    layouts = {name: body.layouts[name] for name in params if name in body.layouts}
+    return replace(body, nodes=nodes, params=params, layouts=layouts)
 
 
 def _spread(levels: dict[Value, int], nodes: list[Node]) -> None:

@@ -125,8 +125,9 @@ def _encoded(body: Graph, encoding: str) -> Graph:
                 own = declared_fields(result, weight, *placed(weight, encoding))
             else:
                 own = (declare(weight, encoding),)
-            inputs = (operand(x), *own, *map(operand, bias))
-            env[node.outputs[0]] = emit(result, product or "linear", *inputs, **node.attrs)
+            env[node.outputs[0]] = emit(
+                result, product or "linear", operand(x), *own, *map(operand, bias), **node.attrs
+            )
         else:
             result.nodes.append(replace(node, inputs=tuple(map(operand, node.inputs))))
     result.outputs = env.outputs(body)

@@ -122,8 +122,9 @@ def resolved(checkpoint: Checkpoint, options: ModelOptions, request: Request) ->
 def _planned(lora: LoraSpec, beside: bool = False) -> PlannedLora:
     """The LoRA with the file that has its name now. Raises InputError."""
     found = open_lora(lora.path)
-    own = lora.path, lora.strength, lora.stage
-    return PlannedLora(*own, found.file.identity, beside, found.parts)
+    return PlannedLora(
+        lora.path, lora.strength, lora.stage, found.file.identity, beside, found.parts
+    )
 
 
 def resolved_stages(
@@ -186,8 +187,9 @@ def with_enhanced_prompt(
     note("Gemma writes the prompt out ...", prefix="")
     on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
     enhancer = Enhancer.of(checkpoint, request.prompt_enhancer, options.loras)
-    how = seed, options.dtype or "auto", on_gpu
-    text = enhance(enhancer, request.prompt, request.first_image, *how)
+    text = enhance(
+        enhancer, request.prompt, request.first_image, seed, options.dtype or "auto", on_gpu
+    )
     note(f"enhanced prompt: {text}", prefix="")
     return replace(request, enhanced_prompt=text)
 

@@ -190,9 +190,10 @@ class Queue(JobFile):
         with self._write() as db:
             now = time.time()
             error = json.dumps(failure("cancelled", "cancelled before it began"))
-            what = "status=?, cancel=?, finished=?, end_uptime_s=?, error=?"
-            ended = CANCELLED, now, now, self._keep_uptime(db), error
-            self._set(what, "id=? AND status=?", *ended, id, QUEUED)
+            self._set(
+                "status=?, cancel=?, finished=?, end_uptime_s=?, error=?", "id=? AND status=?",
+                CANCELLED, now, now, self._keep_uptime(db), error, id, QUEUED,
+            )  # fmt: skip
             self._set("cancel=?", "id=? AND status=? AND cancel IS NULL", now, id, RUNNING)
         return self.get(id)
 
@@ -248,9 +249,11 @@ class Queue(JobFile):
             if loaded is not None and in_a_row < MAX_SAME_SET and job.loras != loaded:
                 same = "status=? AND user=? AND priority=? AND loras=? ORDER BY deaths>1, seq"
                 job = self._job(same, QUEUED, user, job.priority, loaded) or job
-            what = "status=?, epoch=epoch+1, attempts=attempts+1, started=?, start_uptime_s=?"
-            begun = RUNNING, time.time(), self._keep_uptime(db)
-            self._set(what, "id=? AND status=? AND epoch=?", *begun, job.id, QUEUED, job.epoch)
+            self._set(
+                "status=?, epoch=epoch+1, attempts=attempts+1, started=?, start_uptime_s=?",
+                "id=? AND status=? AND epoch=?",
+                RUNNING, time.time(), self._keep_uptime(db), job.id, QUEUED, job.epoch,
+            )  # fmt: skip
             self._clock = self._served[user]
             self._served[user] += job.work
         return self.get(job.id)
@@ -261,9 +264,10 @@ class Queue(JobFile):
     ) -> bool:  # fmt: skip
         """End the run of this epoch; whether it was still the job's."""
         with self._write() as db:
-            ended = time.time(), self._keep_uptime(db), json.dumps(error), json.dumps(result)
-            what = "status=?, finished=?, end_uptime_s=?, error=?, result=?"
-            return self._change(id, epoch, what, status, *ended)
+            return self._change(
+                id, epoch, "status=?, finished=?, end_uptime_s=?, error=?, result=?",
+                status, time.time(), self._keep_uptime(db), json.dumps(error), json.dumps(result),
+            )  # fmt: skip
 
     def _change(self, id: str, epoch: int, what: str, *values: Any) -> bool:
         """Set columns of a job while it is in this epoch's run; whether it was."""

@@ -157,9 +157,13 @@ def bind(host: str, port: int) -> socket.socket:
         raise InputError(f"--port: {host}:{port} {reason}") from None
 
 
-async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
+def _address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+
+
+def _recovered(how: Serving, folder: Folder, board: Board) -> Queue:
+    """Open the queue as the last server left it, and sweep the folders of files without a job."""
     queue = Queue(folder.queue, how.flags.max_queue, how.most_of_user, how.flags.user_quota)
-    store, board = QueueThread(queue), Board(how.log)
     if waiting := queue.keep_events(how.hooks, GIVE_UP_S):
         board.log("webhooks_without_address", count=waiting)
     queue.recover(folder.published)
@@ -169,11 +173,16 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     if unknown := folder.sweep(kept, queue.ids()):
         board.log("unknown_clips", count=len(unknown), first=unknown[0], folder=str(folder.outputs))
     folder.sweep_inputs(kept, UNUSED_S)  # from now on unused ones have this long
+    return queue
+
+
+async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: Admission) -> int:
+    board = Board(how.log)
+    store = QueueThread(_recovered(how, folder, board))
     metrics = Metrics(frozenset(str(shape).partition(":")[0] for shape in admission.warm))
     supervisor = Supervisor(
         how.command, store, folder, board, metrics, environments=how.environments,
-        lora_folder=admission.lora_folder,
-        step_timeout_s=how.flags.step_timeout,
+        lora_folder=admission.lora_folder, step_timeout_s=how.flags.step_timeout,
     )  # fmt: skip
     app = App(how, admission, store, folder, board, supervisor, metrics)
     gate = Gate(app.starlette, how.users, board, metrics)
@@ -206,9 +215,7 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     if how.hooks:
         house.append(asyncio.create_task(Webhooks(how.hooks, store, board, metrics).run()))
     stopping = asyncio.create_task(stopped.wait())
-    shown = f"[{how.flags.host}]" if ":" in how.flags.host else how.flags.host
-    port = sock.getsockname()[1]
-    how.announce(url := f"http://{shown}:{port}/")
+    how.announce(url := _address(how.flags.host, port := sock.getsockname()[1]))
     board.log("serving", pid=os.getpid(), port=port)
     working = in_thread(how.work, url) if how.work else None
     try:

@@ -404,9 +404,15 @@ def modality_state(
         if item.start is not None:
             starts[end] = item.start
         end += count
-    together = np.concatenate(clean, 1), np.concatenate(masks, 1), np.concatenate(positions, 1)
     return ModalityState(
-        *together, targets, np.concatenate(keyframes), tuple(weights), slots, starts
+        clean=np.concatenate(clean, 1),
+        mask=np.concatenate(masks, 1),
+        positions=np.concatenate(positions, 1),
+        num_target_tokens=targets,
+        keyframes=np.concatenate(keyframes),
+        weights=tuple(weights),
+        slots=slots,
+        starts=starts,
     )
 
 

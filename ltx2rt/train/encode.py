@@ -136,8 +136,9 @@ def decoded(
         write_wav(path := path.with_suffix(".wav"), **sound)
         return path
     state = State(video=latents["video"][None])
-    how = config, options.vae_tiling, Noise((0,))
-    stage = decoding(options.video_decoder, job.geometry(config), *how)
+    stage = decoding(
+        options.video_decoder, job.geometry(config), config, options.vae_tiling, Noise((0,))
+    )
     stage.run(session, state, watch)
     write_mp4(path, next(state.frames), num_frames=job.bucket.frames, fps=job.fps, **sound)
     return path

@@ -196,8 +196,10 @@ def _pieces(
     cut, tiling = 1 - min(aspects) / max(aspects), request.vae_tiling
     for number, start in enumerate(starts):
         frames = facts.nearest([i / fps for i in range(start, start + bucket.frames)])
-        own = f"{clip.name}#{number}" if len(starts) > 1 else clip.name, clip, bucket, fps
-        piece = ClipPiece(*own, sound, caption, start, frames, place, cut, tiling=tiling)
+        name = f"{clip.name}#{number}" if len(starts) > 1 else clip.name
+        piece = ClipPiece(
+            name, clip, bucket, fps, sound, caption, start, frames, place, cut, tiling=tiling
+        )
         yield _with_reference(piece, request, aspects[0]) if clip.reference else piece
 
 

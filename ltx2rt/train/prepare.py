@@ -171,8 +171,10 @@ def _prepare_computed(
         grid = found["reference"].shape[1:] if "reference" in found else None
         key, context = cache.computed(clip, found)
         contexts[clip.name] = context
-        about = clip.name, "", str(bucket), fps, tuple(found)
-        samples.append(Sample(*about, key, context, grid, clip.name in held_out))
+        held = clip.name in held_out
+        samples.append(
+            Sample(clip.name, "", str(bucket), fps, tuple(found), key, context, grid, held)
+        )
     report = cache.finished(contexts, samples) | {"skipped": []}
     say(f"{len(samples)} samples, {report['with_sound']} of them with sound, from {folder}")
     return report
@@ -207,8 +209,17 @@ class _Cache:
         if job.reference:
             g = job.geometry(self.session.config, job.reference)
             grid = (g.frames, g.rows, g.columns)
-        about = job.name, job.caption, str(job.bucket), str(job.fps), job.streams
-        return Sample(*about, self.latents(job), context, grid, held_out)
+        return Sample(
+            name=job.name,
+            caption=job.caption,
+            bucket=str(job.bucket),
+            fps=str(job.fps),
+            streams=job.streams,
+            sample=self.latents(job),
+            context=context,
+            reference=grid,
+            held_out=held_out,
+        )
 
     def computed(
         self, clip: precomputed.Precomputed, found: Mapping[str, np.ndarray]

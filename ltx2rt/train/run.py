@@ -93,8 +93,9 @@ class Run:
 
     def _step(self, kind: Kind) -> Step:
         r, size = self.request, parse_bucket(kind.bucket)
-        sides = size.width, size.height, size.frames
-        geometry = Geometry.of(self.session.config, *sides, Fraction(kind.fps))
+        geometry = Geometry.of(
+            self.session.config, size.width, size.height, size.frames, Fraction(kind.fps)
+        )
         assert r.alpha is not None
         reference = None
         if kind.reference:

@@ -206,9 +206,17 @@ def open_lora(path: str | Path, strength: float = 1.0) -> Lora:
     if not changes:
         first = min([*unknown, *skipped, *unread], default="no key")
         raise InputError(f"{path}: no LoRA of LTX-2, its first key is {first}; {FORMS}")
-    unused = tuple(skipped), tuple(unknown), tuple(unread)
-    made_by = writer(file.metadata, modules)
-    return Lora(Path(path), strength, file, changes, *unused, made_by, config.source)
+    return Lora(
+        path=Path(path),
+        strength=strength,
+        file=file,
+        changes=changes,
+        skipped=tuple(skipped),
+        unknown=tuple(unknown),
+        unread=tuple(unread),
+        writer=writer(file.metadata, modules),
+        alpha_from=config.source,
+    )
 
 
 def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:

@@ -76,9 +76,15 @@ class Cuda(TorchDevice):
         )
         # given back where it is wanted
         cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - unused_bytes
-        sizes = total, free + cached, torch.cuda.device_count()
-        name = torch.cuda.get_device_name()
-        return DeviceInfo("cuda", name, *sizes, recorded_bytes=recorded_bytes, **RESERVE)
+        return DeviceInfo(
+            kind="cuda",
+            name=torch.cuda.get_device_name(),
+            total_bytes=total,
+            free_bytes=free + cached,
+            count=torch.cuda.device_count(),
+            recorded_bytes=recorded_bytes,
+            **RESERVE,
+        )
 
     def take(self, mesh: str) -> torch.device:
         local = number(os.environ, "LOCAL_RANK", 0, default="0")
