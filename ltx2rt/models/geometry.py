@@ -102,8 +102,8 @@ def pixel_frames(num_latent_frames: int, time_factor: int) -> int:
 
 
 def audio_latents(num_frames: int, fps: Fraction, latents_per_second: float) -> int:
-    """Audio latents of a clip: Python's round (half to even) of the float duration."""
-    return round(num_frames / float(fps) * latents_per_second)
+    """Audio latents of a clip: Python's round (half to even) of the float duration, at least one."""
+    return max(1, round(num_frames / float(fps) * latents_per_second))
 
 
 def pack_video(latent: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ def geometry(frames=3, rows=2, columns=5, fps=Fraction(24), channels=16, num_aud
 
 @pytest.mark.parametrize("num_frames,fps,expected", [
     (121, Fraction(24), 126), (1, Fraction(25), 1), (9, NTSC, 9), (481, Fraction(24), 501),
-    (5, Fraction(50), 2),
+    (5, Fraction(50), 2), (1, Fraction(50), 1), (1, Fraction(120), 1),
 ])  # fmt: skip
 def test_audio_length_is_the_rounded_duration(num_frames, fps, expected):
     assert latents.audio_latents(num_frames, fps, 25.0) == expected
