@@ -21,6 +21,8 @@ negative_prompt: negative neg_prompt text_negative
 prompt: p text caption description input
 image images: image images init_image first_frame photo picture image_url image_urls input_image
 image images: start_image end_image first_frame_image last_frame_image reference_image
+image images: last_frame last_image first_image start_frame end_frame tail_image image_tail
+image images: start_image_url end_image_url first_frame_url last_frame_url
 image images: reference_images keyframes
 video_path: video clip input_video video_url source_video init_video
 audio_path: audio song music sound audio_url input_audio

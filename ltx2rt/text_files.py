@@ -89,10 +89,21 @@ def flag_rows(flag: str, path: Path) -> Iterator[tuple[str, list[str]]]:
             yield f"{flag}: line {number} of {path}", words
 
 
-def parse(text: str, shape: Any = object) -> Any:
-    """Return the JSON value of a text. Raises ValueError: the reason in a few words."""
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON. Raises ValueError for a name that it has twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise ValueError(f"{twice[:80]!r} is given twice")
+    return found
+
+
+def parse(text: str, shape: Any = object, object_of: Any = dict) -> Any:
+    """Return the JSON value of a text. object_of: makes an object of its pairs, such as `once`.
+    Raises ValueError: the reason in a few words."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, object_pairs_hook=object_of)
     except RecursionError:
         raise ValueError("brackets are nested too deeply") from None
     if wrong := mismatch(found, shape):

@@ -20,13 +20,12 @@ from ltx2rt.errors import InputError, concerning
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines.groups.images import PlacedImage, parse_image
 from ltx2rt.serve.admission import Admission
-from ltx2rt.serve.fields import LATER, served, uploads
+from ltx2rt.serve.fields import file_field, served, several, uploads
 from ltx2rt.serve.folder import sync
 from ltx2rt.serve.jobs import COMPLETED
 from ltx2rt.serve.upload import IMAGE
 from ltx2rt.session.options import LoraSpec
-from ltx2rt.suggest import same
-from ltx2rt.text_files import mismatch, parse, read_bytes, read_text
+from ltx2rt.text_files import mismatch, once, parse, read_bytes, read_text
 from ltx2rt.weights.digests import digest
 
 ID = re.compile(r"(?!.*[^\D0-9])\w[\w.-]{0,99}")  # letters of any script, digits 0 to 9
@@ -81,7 +80,7 @@ def read_lines(path: Path) -> list[Line]:
             wrong.append(f"line {number}: {len(one)} characters, expected at most {LINE_LIMIT}")
             continue
         try:
-            given = parse(one, dict)
+            given = parse(one, dict, once)
         except ValueError as error:
             wrong.append(f"line {number}: no JSON object ({str(error)[:80]})")
             continue
@@ -139,31 +138,38 @@ def with_files(
     """The fields of a line with what `kept(path, kind)` gives in place of every path. Raises
     InputError."""
     kinds = {"images": IMAGE} | uploads()
-    others = [name for name, value in given.items() if _is_foreign(name, value)]
-    meant = {name: same(name, kinds.keys() - given.keys()) or name for name in others}
-    given = {meant.get(name, name): value for name, value in given.items()}
     found = dict(given)
-    for name, kind in kinds.items():
-        if name not in given:
+    items = {name: _items(name, found.pop(name)) for name in kinds if name in found}
+    for name, value in given.items():
+        if not _may_be_file(name, value) or (meant := file_field(name, kinds)) is None:
             continue
-        items = given[name] if isinstance(given[name], list) else [given[name]]
-        items = [_item(name, item) if isinstance(item, str) else item for item in items]
-        if not all(isinstance(item, dict) for item in items):
-            raise InputError(f"{name}: expected a list of objects or paths")
+        field, place = meant
+        if field in items and not several(field):
+            raise InputError(f"{name}: given twice, also as {field}; give one file")
+        items.setdefault(field, []).extend(one | place for one in _items(field, found.pop(name)))
+    for name, named in items.items():
         found[name] = []
-        for item in items:
+        for item in named:
             rest = {key: value for key, value in item.items() if key != "path"}
             with concerning(name):
                 path = os.path.expanduser(str(item.get("path")))
-                found[name].append(rest | (kept(path, kind) if "path" in item else {}))
+                found[name].append(rest | (kept(path, kinds[name]) if "path" in item else {}))
     return found
 
 
-def _is_foreign(name: str, value: Any) -> bool:
+def _may_be_file(name: str, value: Any) -> bool:
     """Whether it may be a file by another program's name; `audio` is a switch as well."""
     text = isinstance(value, str) and value.lower() not in ("true", "false")
-    own = name in flagged(*served().values()) and name != "audio"
-    return text and not own and not LATER.search(name)
+    return text and (name not in flagged(*served().values()) or name == "audio")
+
+
+def _items(name: str, value: Any) -> list[dict[str, Any]]:
+    """The objects that a field's value stands for. Raises InputError."""
+    items = value if isinstance(value, list) else [value]
+    items = [_item(name, item) if isinstance(item, str) else item for item in items]
+    if not all(isinstance(item, dict) for item in items):
+        raise InputError(f"{name}: expected a list of objects or paths")
+    return items
 
 
 def _item(name: str, text: str) -> dict[str, Any]:

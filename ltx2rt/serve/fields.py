@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from argparse import SUPPRESS
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import MISSING, Field
 from fractions import Fraction
 from functools import cache
@@ -23,8 +23,10 @@ from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.text import Enhancing
 from ltx2rt.pipelines.request import Request
 from ltx2rt.serve.upload import MAX_BYTES
+from ltx2rt.suggest import same
 
-LATER = re.compile("end|last|reference|key")  # in a name: an image for a later frame
+LAST = re.compile("end|last|tail")  # in a peer's name of an image: for the last frame
+NO_FRAME = re.compile("reference|key")  # in such a name: the frame is not known
 MAX_PROMPT = 4000
 MAX_PROMPTS = 64  # limit for segments
 MAX_DIGITS = 40  # characters of a number
@@ -49,6 +51,20 @@ def structured() -> tuple[str, ...]:
     flags = _flags(*served().values()).items()
     listed = [name for name, how in flags if how.repeat or how.json == "array"]
     return ("loras", "metadata", "input_reference", *listed, *uploads())
+
+
+def file_field(name: str, known: Collection[str]) -> tuple[str, dict[str, Any]] | None:
+    """The field among `known` that another program's name of a file means, with the frame of an
+    image; None without one."""
+    field, word = same(name, known), name.lower()
+    if field is None or (field == "images" and NO_FRAME.search(word)):
+        return None
+    return field, {"frame": "last"} if field == "images" and LAST.search(word) else {}
+
+
+def several(field: str) -> bool:
+    """Whether a field takes more than one value."""
+    return field == "loras" or (field in flagged(*served().values()) and how(field).repeat)
 
 
 def _flags(*types: type[Request]) -> dict[str, Flag]:

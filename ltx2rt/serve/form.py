@@ -18,12 +18,12 @@ from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 
-from ltx2rt.serve.fields import LATER, structured, uploads
+from ltx2rt.serve.fields import file_field, several, structured, uploads
 from ltx2rt.serve.folder import Folder
-from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, text_of
+from ltx2rt.serve.inline import ABOUT, KEYS, bytes_of, is_file, text_of
 from ltx2rt.serve.refusal import Refusal, invalid, unknown
 from ltx2rt.serve.upload import IMAGE, SUFFIX, check_upload, kind_of
-from ltx2rt.suggest import same
+from ltx2rt.text_files import once
 
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
@@ -46,7 +46,7 @@ async def fields_of(
         raise Refusal(415, "bad_content_encoding", text)
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     chunks = _chunks(request, max_bytes)
-    files: dict[str, bytes] = {}
+    files: dict[str, list[bytes]] = {}
     if kind == "multipart/form-data":
         given, files = await _multipart(request, chunks, max_bytes)
     elif kind in ("application/json", FORM, ""):
@@ -57,11 +57,18 @@ async def fields_of(
         text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
         raise Refusal(415, "bad_content_type", text)
     for name in structured():  # lists and objects may come as text
-        if isinstance(text := given.get(name), str) and text.lstrip()[:1] in ("[", "{"):
+        text = given.get(name)
+        if isinstance(text, str) and text.lstrip()[:1] in ("[", "{"):
             given[name] = _parsed(text, name)
+        elif isinstance(text, list) and name in ("loras", "images", *uploads()):
+            given[name] = [_parsed(x, name) if _is_object(x) else x for x in text]
     if folder is None:
-        return {**given, **files}
+        return {**given, **{name: data[0] for name, data in files.items()}}
     return await _with_files(given, files, folder, request.state.user)
+
+
+def _is_object(item: Any) -> bool:
+    return isinstance(item, str) and item.lstrip().startswith("{")
 
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
@@ -91,8 +98,8 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
 
 async def _multipart(
     request: Request, chunks: AsyncGenerator[bytes, None], max_bytes: int
-) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Fields and files. Raises Refusal."""
+) -> tuple[dict[str, Any], dict[str, list[bytes]]]:
+    """Fields, and the files of each name. Raises Refusal."""
     most = {"max_files": MAX_FILES, "max_fields": MAX_FIELDS, "max_part_size": max_bytes}
     parser = MultiPartParser(request.headers, chunks, **most)
     try:
@@ -102,7 +109,10 @@ async def _multipart(
         raise invalid(f"form: {said}; see RFC 7578") from None
     try:
         items = form.multi_items()
-        files = {name: await x.read() for name, x in items if not isinstance(x, str)}
+        files: dict[str, list[bytes]] = {}
+        for name, x in items:
+            if not isinstance(x, str):
+                files.setdefault(name.removesuffix("[]"), []).append(await x.read())
         return _fields((name, x) for name, x in items if isinstance(x, str)), files
     finally:
         await form.close()
@@ -120,7 +130,8 @@ def _urlencoded(body: bytes) -> dict[str, Any]:
 def _fields(items: Iterable[tuple[str, str]]) -> dict[str, Any]:
     """The fields of a form, with the lists and objects that names in brackets make: `a[]` adds to a
     list, `a[key]` to an object, `a[][key]` to the latest object of a list, or to a new one where
-    that has the key. Raises Refusal."""
+    that has the key. A field that takes several values may be there several times. Raises
+    Refusal."""
     given: dict[str, Any] = {}
     for name, value in items:
         if match := re.fullmatch(r"(\w+)(\[\])?\[(\w*)\]", name):
@@ -132,17 +143,26 @@ def _fields(items: Iterable[tuple[str, str]]) -> dict[str, Any]:
                 into = into[-1]
             elif listed:
                 into = None
-            if isinstance(into, dict) and key:
+            if isinstance(into, dict) and key and key not in into:
                 into[key] = value
+            elif isinstance(into, dict) and key:
+                raise _twice(name)
             elif isinstance(into, list) and not key:
                 into.append(value)
             else:
                 raise invalid(f"{name[:80]}: a list and something else", name[:80])
-        elif name in given:
-            raise invalid(f"{name[:80]}: given twice", name[:80])
-        else:
+        elif name not in given:
             given[name] = value
+        elif several(name):
+            given[name] = [*_listed(given[name]), value]
+        else:
+            raise _twice(name)
     return given
+
+
+def _twice(name: str, too: str = "") -> Refusal:
+    """too: what else it was given as, in words."""
+    return invalid(f"{name[:80]}: given twice{too}; give one", name[:80])
 
 
 def _json(body: bytes) -> dict[str, Any]:
@@ -160,7 +180,7 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
     try:
         if sum(map(text.count, marks)) > MAX_MARKS:  # type: ignore[arg-type]
             raise ValueError("it has too many parts")
-        return json.loads(text, parse_constant=refuse)
+        return json.loads(text, parse_constant=refuse, object_pairs_hook=once)
     except UnicodeError:
         raise invalid(f"{name or 'body'}: no UTF-8 text", name) from None
     except (ValueError, RecursionError) as error:
@@ -168,45 +188,63 @@ def _parsed(text: str | bytes, name: str | None) -> Any:
 
 
 async def _with_files(
-    given: dict[str, Any], files: dict[str, bytes], folder: Folder, user: str
+    given: dict[str, Any], files: dict[str, list[bytes]], folder: Folder, user: str
 ) -> dict[str, Any]:
     """Every file that a field holds or names is kept, and is there by the digest of its bytes."""
-    takes = uploads()
-    images = [*_listed(given.pop("images", None)), *_listed(given.pop("input_reference", None))]
-    images += [{"file": name} for name in files if name == "input_reference"]
-    for name in sorted(files.keys() - takes.keys() - _named(images)):
-        field = same(name, ("images", *takes))
-        if field in takes:  # `video` is OpenAI's name
-            files.setdefault(field, files.pop(name))
-        elif field == "images" and not LATER.search(name):
-            images.append({"file": name})
-    given |= {name: [{"file": name}] for name in takes if name in files and name not in given}
-    given |= {"images": images} if images else {}
-    unused = set(files)
-    for name, kind in ({"images": IMAGE} | takes).items():
-        found = _listed(given.get(name))
-        if found and len(found) <= MAX_FILES:
-            unused -= _named(found)
-            given[name] = [await _kept(item, name, kind, files, folder, user) for item in found]
-    if unused:
-        raise unknown(sorted(unused)[0], ["input_reference", *takes])
+    kinds = {"images": IMAGE} | uploads()
+    items = {name: _listed(given[name]) for name in kinds if given.get(name) is not None}
+    items.setdefault("images", []).extend(_listed(given.pop("input_reference", None)))
+    named = {str(x["file"]) for some in items.values() for x in some if _names_a_file(x)}
+    for name in [name for name in given if name not in kinds]:  # as other servers call it
+        if _holds_a_file(given[name]) and (meant := file_field(name, kinds)):
+            _add(items, name, *meant, [{"data": x} for x in _listed(given.pop(name))])
+    for name in sorted(files.keys() - named):
+        meant = ("images", {}) if name == "input_reference" else file_field(name, kinds)
+        if meant is None:
+            raise unknown(name, ["input_reference", *kinds])
+        _add(items, name, *meant, [{"file": data} for data in files[name]])
+    for name, some in items.items():
+        if len(some) > MAX_FILES:
+            raise invalid(f"{name}: {len(some)} files, expected at most {MAX_FILES}", name)
+        if some:
+            kind = kinds[name]
+            given[name] = [await _kept(item, name, kind, files, folder, user) for item in some]
     return given
 
 
-def _named(items: list[Any]) -> set[str]:
-    """The files of the form that items name."""
-    return {str(item.get("file")) for item in items if isinstance(item, dict)}
+def _add(
+    items: dict[str, list[Any]], name: str, field: str, place: dict[str, Any], more: list[Any]
+) -> None:
+    """Add what came under a name to the items of its field. Raises Refusal."""
+    found = items.setdefault(field, [])
+    found += [item | place for item in more]
+    if len(found) > 1 and not several(field):
+        raise _twice(name, "" if name == field else f", as {field}")
+
+
+def _names_a_file(item: Any) -> bool:
+    return isinstance(item, dict) and "file" in item
+
+
+def _holds_a_file(value: Any) -> bool:
+    """Whether it is a file in text, or a list of such."""
+    texts = [text_of(item) for item in _listed(value)]
+    return bool(texts) and all(text is not None and is_file(text) for text in texts)
 
 
 async def _kept(
-    item: Any, name: str, kind: str, files: dict[str, bytes], folder: Folder, user: str
+    item: Any, name: str, kind: str, files: dict[str, list[bytes]], folder: Folder, user: str
 ) -> Any:
     """An object that holds or names a file, with a `file_id` instead; another one as it is."""
     rest = dict(item) if isinstance(item, dict) else {}
-    if "file" in rest:
-        if (file := str(rest["file"])) not in files:
-            raise invalid(f"{name}: no file {file[:80]!r} was sent", name)
-        data = files[file]
+    if isinstance(data := rest.get("file"), bytes):
+        pass
+    elif "file" in rest:
+        sent = files.get(file := str(data), [])
+        if len(sent) != 1:
+            found = "two files" if sent else "no file"
+            raise invalid(f"{name}: {found} {file[:80]!r} {'were' if sent else 'was'} sent", name)
+        data = sent[0]
     elif (text := text_of(item)) is not None:
         data = bytes_of(text, name, kind)
     elif rest.keys() & KEYS:

@@ -26,13 +26,18 @@ def text_of(item: Any) -> str | None:
     return item if isinstance(item, str) else None
 
 
+def is_file(text: str) -> bool:
+    """Whether a text holds a file, and is no name or address."""
+    return bool(URL.match(text)) or not (SCHEME.match(text) or len(text) < LEAST)
+
+
 def bytes_of(text: str, name: str, kind: str) -> bytes:
     """The bytes of a file in text. name: the field. Raises Refusal."""
     most = MAX_BYTES[EXR if kind == IMAGE else kind]
     if len(text) > 4 * most:
         raise Refusal(413, "payload_too_large", f"{name}: longer than {most} bytes", name)
     match = URL.match(text)
-    if match is None and (SCHEME.match(text) or len(text) < LEAST):
+    if not is_file(text):
         raise invalid(f"{name}: only data: URLs and base64 are read; send the file", name)
     about = match["about"].lower().replace(" ", "").split(";") if match else ["base64"]
     data = text[match.end() if match else 0 :].encode("utf-8", "replace")

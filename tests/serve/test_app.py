@@ -761,6 +761,78 @@ def test_a_server_without_tokens_stays_on_this_machine(not_started, tmp_path):
             assert said in not_started(*words)
 
 
+# --- files and values of one name -----------------------------------------------------------------
+
+A, B = png(20, 10), png(22, 10)
+
+
+def images_of(answer):
+    """Frames of the images of a job, by their digests."""
+    found = {hashlib.sha256(data).hexdigest(): name for name, data in (("A", A), ("B", B))}
+    images = answer.json()["x"]["settings"]["images"]
+    return [(found[image["file_id"]], image["frame"]) for image in images]
+
+
+@pytest.mark.parametrize("files, expected", [
+    ([("first_frame", A), ("last_frame", B)], [("A", 0), ("B", "last")]),
+    ([("image", A), ("end_image", B)], [("B", "last"), ("A", 0)]),
+    ([("input_reference", A), ("lastFrame", B)], [("A", 0), ("B", "last")]),
+    ([("image_tail", B)], [("B", "last")]),
+])  # fmt: skip
+def test_files_by_the_names_of_other_servers(server, files, expected):
+    """In a form and in JSON."""
+    parts = [(name, (None, str(value))) for name, value in {"prompt": "1:0", **SMALL}.items()]
+    parts += [(name, ("x.png", data)) for name, data in files]
+    answer = server.http.post("/v1/videos", files=parts)
+    assert sorted(images_of(answer)) == sorted(expected), answer.text
+    given = {name: data_url(data) for name, data in files}
+    answer = server.http.post("/v1/videos", json={"prompt": "1:0", **SMALL, **given})
+    assert sorted(images_of(answer)) == sorted(expected), answer.text
+
+
+def test_two_files_of_one_name_are_a_list_of_images(server):
+    """The first was dropped without a word."""
+    fields = {"prompt": "1:0", **SMALL, "pipeline": "two-stage"}
+    parts = [(name, (None, str(value))) for name, value in fields.items()]
+    both = [("images", ("a.png", A)), ("images[]", ("b.png", B))]
+    found = error_of(server.http.post("/v1/videos", files=parts + both), 400)
+    assert "two images at frame 0" in found["message"]
+    places = [
+        ("images", (None, json.dumps({"file": x, "frame": n}))) for x, n in (("a", 0), ("b", 8))
+    ]
+    named = [("a", ("a.png", A)), ("b", ("b.png", B))]
+    answer = server.http.post("/v1/videos", files=parts + places + named)
+    assert images_of(answer) == [("A", 0), ("B", 8)], answer.text
+    twice = [("a", ("a.png", A)), ("a", ("b.png", B))]
+    found = error_of(server.http.post("/v1/videos", files=parts + places[:1] + twice), 400)
+    assert found["message"] == "images: two files 'a' were sent"
+
+
+VIDEO = ("v.mp4", b"not looked at")
+
+
+@pytest.mark.parametrize("parts, param, words", [
+    ([("video_path", VIDEO), ("video_path", VIDEO)], "video_path", "given twice"),
+    ([("clip", VIDEO), ("video", VIDEO)], "video", "given twice, as video_path"),
+    ([("seed", (None, "1")), ("seed", (None, "2"))], "seed", "given twice"),
+    ([("metadata[a]", (None, "1")), ("metadata[a]", (None, "2"))], "metadata[a]", "given twice"),
+    ([("reference_image", ("x.png", A))], "reference_image", "no field"),
+])  # fmt: skip
+def test_a_second_value_of_a_single_field_is_refused(server, parts, param, words):
+    texts = [("prompt", (None, "1:0"))]
+    found = error_of(server.http.post("/v1/videos", files=texts + parts), 400)
+    assert words in found["message"] and found["param"] == param, found
+
+
+@pytest.mark.parametrize("body", [
+    b'{"prompt": "1:0", "seed": 1, "seed": 2}',
+    b'{"prompt": "1:0", "metadata": {"a": "1", "a": "2"}}',
+])  # fmt: skip
+def test_a_name_that_json_has_twice_is_refused(server, body):
+    answer = server.http.post("/v1/videos", content=body, headers={"content-type": JSON})
+    assert "is given twice" in error_of(answer, 400)["message"]
+
+
 # --- fuzzed requests ------------------------------------------------------------------------------
 
 ODD = (

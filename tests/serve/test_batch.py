@@ -21,7 +21,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.serve import remote
 from ltx2rt.serve.admission import Admission
-from ltx2rt.serve.batch import Line, Results, Shard, made_by, parse_shard, read_lines
+from ltx2rt.serve.batch import Line, Results, Shard, made_by, parse_shard, read_lines, with_files
 from ltx2rt.session.options import ModelOptions
 from tests.serve.serving import SMALL, png
 
@@ -157,6 +157,22 @@ def test_shards_share_the_jobs(batch):
     for text in ("4/3", "\u0661/\u0662"):
         with pytest.raises(InputError, match="--shard"):
             parse_shard(text)
+
+
+def test_a_line_gives_a_name_once_and_images_by_other_names(tmp_path):
+    (path := tmp_path / "jobs.jsonl").write_text('{"id": "a", "seed": 1, "seed": 2}\n')
+    with pytest.raises(InputError, match=r"line 1: no JSON object .'seed' is given twice."):
+        read_lines(path)
+
+    def files(**given):
+        return with_files(given, lambda path, kind: {"path": path})
+
+    found = files(first_frame="a.png", end_image="b.png:0:0.5")["images"]
+    assert [(x["path"], x["frame"], x["strength"]) for x in found] == [
+        ("a.png", 0, 1.0), ("b.png", "last", 0.5),
+    ]  # fmt: skip
+    with pytest.raises(InputError, match="clip: given twice, also as video_path"):
+        files(video="a.mp4", clip="b.mp4")
 
 
 def test_jobs_whose_clips_would_have_one_name_are_refused(batch, server):

@@ -494,6 +494,25 @@ def test_what_a_person_expects_of_a_form_and_a_list(server, page, images):
 
 
 @pytest.mark.long
+def test_of_two_files_for_one_place_the_second_is_named(server, page, tmp_path):
+    """Dropped together, the second replaced the first without a word."""
+    page.goto(server.url)
+    moving(tmp_path)
+    files = [tmp_path / "moving.mp4", shutil.copy(tmp_path / "moving.mp4", tmp_path / "other.mp4")]
+    choose(page, "Redo a part")
+    page.set_input_files("#picture", files)
+    page.wait_for_selector("#problem:has-text('no place for other.mp4')", timeout=9000)
+    assert page.locator("#order", has_text="moving.mp4").count() == 1
+    page.click("#clear")
+    images = [tmp_path / f"{n}.png" for n in range(9)]
+    for path in images:
+        path.write_bytes(png())
+    page.set_input_files("#picture", images)
+    page.wait_for_selector("#problem:has-text('no place for 8.png')", timeout=9000)
+    assert page.locator("#pictures li").count() == 8
+
+
+@pytest.mark.long
 def test_a_token_is_asked_for_once(guarded, page):
     page.goto(guarded.url)
     page.fill("#login input", "wrong")

@@ -66,7 +66,10 @@ function useDefaults() {
 }
 
 // Show the fields of a task; name: of a pipeline, its first one by default.
+let unplaced = ""; // a sentence on files that were left out, until another file or task is chosen
+
 export function choose(wanted, name = of(wanted)[0]) {
+  unplaced = "";
   $(`[name=task][value="${wanted}"]`).checked = true;
   $("#pipeline").replaceChildren(...of(wanted).flatMap(quality).map(([value, textContent]) => make("option", { value, textContent })));
   $("#pipeline").value = name;
@@ -140,11 +143,12 @@ function showPictures() {
 }
 
 function addPicture(file) {
-  if (pictures.length >= limits.images) return;
+  if (pictures.length >= limits.images) return false;
   if (!pictures.length) $("#size").value = "";
   pictures.push({ file, url: URL.createObjectURL(file), frame: pictures.length ? "last" : 0, strength: 1 });
   if (!pipeline().images || task() === TEXT) choose(pipeline().images ? PHOTO : UPLOADS.image, pipeline().images ? $("#pipeline").value : undefined);
   else showPictures();
+  return true;
 }
 
 let made = null; // width and height of the clip, by the latest check
@@ -165,13 +169,19 @@ function cut() {
 }
 
 export function addFiles(files) {
+  const filled = new Set(), left = []; // fields that a file of these has gone to, and names of files that go nowhere
   for (const file of files) {
     const kind = kindOf(file);
-    const name = Object.entries(pipeline().files).find(([one, takes]) => pipeline().front.includes(one) && (takes === kind || (takes === "mask" && kind === "image")))?.[0];
-    if (name) setSource(name, { file });
-    else if (kind === "image") addPicture(file);
-    else if (kind && of(UPLOADS[kind]).length) { choose(UPLOADS[kind]); setSource(needed(), { file }); }
+    const fits = ([one, takes]) => pipeline().front.includes(one) && !filled.has(one) && (takes === kind || (takes === "mask" && kind === "image"));
+    const name = Object.entries(pipeline().files).find(fits)?.[0];
+    const task = !name && kind !== "image" && !filled.size && of(UPLOADS[kind]).length;
+    if (task) choose(UPLOADS[kind]);
+    const to = task ? needed() : name;
+    if (to) filled.add(to) && setSource(to, { file });
+    else if (kind !== "image" || !addPicture(file)) left.push(file.name);
   }
+  unplaced = left.length ? `There is no place for ${left.join(", ")}; choose another task, or another file.` : "";
+  changed();
 }
 
 // --- draft ----------------------------------------------------------------------------------------------------------
@@ -208,7 +218,7 @@ export function clearForm() {
 
 // After each change: sentences about the form before it are gone, and the server is asked again.
 export function changed() {
-  refuse("");
+  refuse(unplaced);
   $("#count").textContent = `${$("#prompt").value.length} of ${limits.prompt_characters} characters`;
   $("#sides").hidden = !free() || $("#size").value !== "other";
   keepDraft();
