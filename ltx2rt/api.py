@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import RLock
@@ -181,7 +182,8 @@ class Session:
                 "seed: none, but several processes make this clip; give all of them the same"
             )
         run = Run(session, request)
-        for line in run.request.remarks(session.config) if run.is_main else ():
+        said = filter(None, [run.plan.weights]), run.request.remarks(session.config)
+        for line in chain(*said) if run.is_main else ():
             note(line)
         with run.kept_in(parts), previewing(session, run.plan, preview) as look:
             run.make(on_progress=on_progress, cancelled=cancelled, look=look)

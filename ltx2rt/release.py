@@ -42,7 +42,8 @@ class Release:
     of given images. samplers: those of distilled steps, stage 1 takes the first. split: it is
     published as a file for each part; every such file states its version, and goes with files of
     its release alone. chooses_length: the model does, of a clip.
-    lora_changes_text: the distilled LoRA also changes the text projection.
+    lora_changes_text: the distilled LoRA also changes the text projection. dev: the repository and
+    file of its dev weights.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Release:
     split: bool = False
     chooses_length: bool = False
     lora_changes_text: bool = False
+    dev: str = ""
 
     def goes_with(self, other: Release) -> bool:
         """Whether files of both may make one model, as far as their versions say."""
@@ -73,9 +75,16 @@ RELEASES = [  # the latest first
         "2.5", (2, 4), "keyframe_vector", "keyframes_abs_pos_embedding", "Gemma 4", image_crf=18,
         samplers=("ancestral", "euler"), split=True,
         chooses_length=True,
+        dev="Lightricks/LTX-2.5, diffusion_models/ltx-2.5-22b-dev-transformer-bf16.safetensors",
     ),
-    Release("2.3", (2, 3), "text_modulation", "prompt_adaln_single.", "Gemma 3"),
-    Release("2.0", (), "", "", "Gemma 3", steps=40, stg_block=29, lora_changes_text=True),
+    Release(
+        "2.3", (2, 3), "text_modulation", "prompt_adaln_single.", "Gemma 3",
+        dev="Lightricks/LTX-2.3, ltx-2.3-22b-dev.safetensors",
+    ),
+    Release(
+        "2.0", (), "", "", "Gemma 3", steps=40, stg_block=29, lora_changes_text=True,
+        dev="Lightricks/LTX-2, ltx-2-19b-dev.safetensors",
+    ),
 ]  # fmt: skip
 
 

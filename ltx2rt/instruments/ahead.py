@@ -21,7 +21,7 @@ from ltx2rt.models.guided_step import Branches
 from ltx2rt.notes import note
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Loras, Request, fitted
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, topology
 from ltx2rt.placement.mesh import in_words as mesh_in_words
@@ -112,7 +112,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
     given.check_files()
     session = datasheet_session(options, kind, devices)
     request.check_options(session.options)
-    request = request.resolved(session.config)
+    request = fitted(request, session.options, session.checkpoint)
     loras = Loras(session.options.loras, LoraSpec(Path("distilled")))
     cells = tuple(_cells(session, request, loras, target))
     return Compilation(target.topology, kind, session.backend.mesh, cells, target.times)

@@ -86,7 +86,7 @@ class StepShape:
     absent has 0 tokens. masked: video self-attention is weighted by an input. stg_blocks: those
     that the perturbed branch perturbs, as `perturbed_blocks` reads them. relay: groups of video and of
     audio tokens, each with a separate bias in its attention to the positive text, 0 for none. nag:
-    video's attention to its text is moved away from that to the negative one.
+    the first stream's attention to its text is moved away from that to the negative one.
     """
 
     branches: Branches
@@ -258,7 +258,7 @@ class _Step:
         """The text of each branch (B, text, C'): negative in uncond; of NAG both in a row."""
         o, s = self.o, self.s
         frozen = stream.name in s.frozen
-        moved = s.nag and stream.name == "video" and not frozen
+        moved = s.nag and stream.name == s.streams[0] and not frozen
         count = 2 if moved or (s.branches.uncond and not frozen) else 1
         both = declare_context(o, self.config, stream, contexts=count, text=s.text_tokens)
         both = o.rename(both, names={"contexts": "branches"})

@@ -381,8 +381,8 @@ def transformer(
     contexts (B, text, C'). keeps: any of video_self_keep, audio_self_keep, a2v_keep, v2a_keep
     (layers, B). bias: video self-attention. audio_bias (B, audio_keys): all attention to sound.
     keyframes: ((B,) tokens), 1 where a video token is a keyframe's. relays: biases (B, tokens,
-    text) of text attention. nag: (terms) of `attention.away`, where the video's context is two
-    texts, one behind the other.
+    text) of text attention. nag: (terms) of `attention.away`, where the context of the video, or of
+    sound alone, is two texts, one behind the other.
     """
     o = o.under(PREFIX.rstrip("."))
     pair = [s for s in streams(config) if s.name in latents]
@@ -396,7 +396,7 @@ def transformer(
         rows["context"] = _context(o, config, s, contexts[s.name])
         invariant |= {f"{s.name}_{name}": value for name, value in rows.items()}
     invariant |= rope_tables(o, config, tables)
-    more = {"video_bias": bias, "audio_bias": audio_bias, "video_nag": nag}
+    more = {"video_bias": bias, "audio_bias": audio_bias, f"{pair[0].name}_nag": nag}
     more |= {f"{name}_relay": value for name, value in (relays or {}).items()}
     invariant |= {name: value for name, value in more.items() if value is not None}
     block, stack = partial(_block, config), "transformer_blocks.*."

@@ -1,5 +1,5 @@
-"""a2v: a clip for a given sound, which both stages of `two-stage` keep as it is and which the file
-gets unchanged."""
+"""a2v: a clip for a given sound, which both stages of `two-stage`, or on distilled weights of
+`distilled`, keep as it is and which the file gets unchanged."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups import NEW, PICTURES
 from ltx2rt.pipelines.groups.group import Group
-from ltx2rt.pipelines.groups.guidance import VideoScales
+from ltx2rt.pipelines.groups.guidance import ByWeights, Nag, VideoScales
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import STEP, Size
@@ -101,7 +101,7 @@ class AudioToVideo(Request):
     distilled = "needed"
     groups = (
         *NEW, Size(), Images(), *PICTURES, NegativePrompt(), Steps(), Skips(),
-        Interval(), VideoScales(), GivenSound(), Segments(),
+        Interval(), VideoScales(), Nag(), ByWeights(), GivenSound(), Segments(),
     )  # fmt: skip
 
     @property

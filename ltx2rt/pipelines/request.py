@@ -21,7 +21,7 @@ from ltx2rt.flags import assemble, check_bounds, flagged, named_files, spelling
 from ltx2rt.media.hdr import HighRange, image_px, is_exr
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.pipelines.groups.group import Group
-from ltx2rt.pipelines.groups.guidance import NEUTRAL, Scales
+from ltx2rt.pipelines.groups.guidance import NEUTRAL, ByWeights, Scales, guiding
 from ltx2rt.pipelines.groups.images import Hdr
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import Pixels
@@ -151,10 +151,6 @@ class Request:
         """Refuse model flags that do not go with this clip. Raises InputError."""
         for group in self:
             group.check_options(self, options)
-        if self.distilled == "needed" and options.distilled_lora == NO_LORA:
-            raise InputError(
-                f"--distilled-lora: none, but the {self.name} pipeline's second stage needs one"
-            )
         for lora in options.loras:
             if lora.stage == "stage2" and self.scale == 1:
                 raise InputError(
@@ -180,6 +176,19 @@ class Request:
         """Fields to change like those of a group, after the groups'. Raises InputError."""
         return {}
 
+    def unguided(self) -> Request | None:
+        """The request in distilled steps alone, for distilled weights; None if it has no such form.
+        No flag of guidance is given."""
+        if not self.is_guided:
+            return self
+        return replace(self, guided=False) if self.has(ByWeights) else None
+
+    def made_by(self, type_: type[R]) -> R:
+        """The request of another pipeline, which reads all flags that are given."""
+        names = [f.name for group in type_.groups for f in fields(group)]
+        values = {name: getattr(self, name, None) for name in names}
+        return type_(**{name: value for name, value in values.items() if value is not None})
+
     def remarks(self, model: ModelConfig) -> Iterator[str]:
         """Sentences for its user before a resolved request runs."""
         for group in self:
@@ -190,11 +199,14 @@ class Request:
     @property
     def is_guided(self) -> bool:
         """Whether it has a guided stage."""
-        return getattr(self, "guided", self.has(Scales))
+        return self.has(Scales) and getattr(self, "guided", None) is not False
 
     @property
     def takes_distilled(self) -> str:
-        """`distilled` of this request: steps that are guided by choice are for dev weights."""
+        """`distilled` of this request: steps that are guided by choice are for dev weights, and
+        unguided ones in place of guided ones for distilled weights."""
+        if self.has(ByWeights) and not self.is_guided:
+            return "optional"
         return "unused" if self.is_guided and self.distilled == "optional" else self.distilled
 
     @property
@@ -390,6 +402,13 @@ class Request:
             "interval": getattr(self, "guidance_interval", None),
         }
 
+    def freshening(self, model: ModelConfig) -> dict[str, Any]:
+        """Fields of the first stage of a new clip in distilled steps, which add fresh noise with
+        LTX-2.5. Of a resolved request."""
+        if self.is_guided or not self.has(ByWeights):
+            return {}
+        return {"sampler": model.release.samplers[0]}
+
     def denoise(
         self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray,
         loras: tuple[LoraSpec, ...],
@@ -427,10 +446,11 @@ class Request:
         at full size. User LoRAs are merged in their order, the distilled one last, into dev weights
         in stage 2 alone where they are guided in stage 1. first, second: arguments of `denoise` in
         place of these; both: of both. sound: whether there is any to decode."""
-        assert loras.distilled or self.distilled != "needed", "the request is not resolved"
+        assert loras.distilled or self.takes_distilled != "needed", "the request is not resolved"
         half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        early = loras.extra if self.distilled == "optional" else ()
-        one: Any = {"sigmas": self.schedule, "loras": (*loras.of("stage1"), *early), **self.guiding}
+        early = loras.extra if self.takes_distilled == "optional" else ()
+        one: Any = {"sigmas": self.schedule, "loras": (*loras.of("stage1"), *early)}
+        one |= self.guiding | self.freshening(model)
         two: Any = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), *loras.extra)}
         return [
             *self.text,
@@ -455,29 +475,56 @@ class Request:
         return [*stages, frames, *([Cut(made - over, inset)] if inset or over else [])]
 
 
+def is_distilled(options: ModelOptions, checkpoint: Checkpoint) -> bool:
+    """Whether the weights are known to be distilled."""
+    known = sign(checkpoint, options.assume)
+    return known is not None and known.kind == "distilled"
+
+
+def fitted(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:
+    """The request resolved for the checkpoint, and in distilled steps where its weights are
+    distilled. Raises InputError, also for guidance of such weights."""
+    if is_distilled(options, checkpoint):
+        request = _unguided(request, options, checkpoint)
+    return request.resolved(checkpoint.config)
+
+
+def _unguided(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:
+    """Raises InputError for a request that needs dev weights."""
+    flag = "--guided" if getattr(request, "guided", None) else ""
+    flag = flag or (guiding(request) if request.is_guided else "")
+    found = None if flag else request.unguided()
+    if found is None:
+        where, dev = checkpoint.source("transformer").where, checkpoint.config.release.dev
+        known = sign(checkpoint, options.assume)
+        assert known is not None, "the weights are known to be distilled"
+        asked = f"{flag}: for guided steps" if flag else f"--pipeline: {request.name} is guided"
+        raise InputError(
+            f"{asked}, but {where} is distilled ({known.how}), whose steps are fixed and unguided; "
+            f"leave it out, or pass dev weights ({dev}; --assume dev says that these are dev)"
+        )
+    return found
+
+
 def distilled_lora(
-    request: Request | type[Request], options: ModelOptions, checkpoint: Checkpoint
+    request: Request, options: ModelOptions, checkpoint: Checkpoint
 ) -> LoraSpec | None:
-    """The distilled LoRA of a run whose options are checked.
+    """The distilled LoRA of a request that is `fitted`.
 
     Pipelines of distilled steps ("optional") merge it into dev weights, and into weights of unknown
-    kind if one is near. Raises InputError where one is needed and there is none, or several fit,
-    and where the checkpoint is distilled and the pipeline samples dev weights.
+    kind if one is near. Raises InputError where one is needed and there is none, or several fit.
     """
     asked, known = options.distilled_lora, sign(checkpoint, options.assume)
-    takes = request.distilled if isinstance(request, type) else request.takes_distilled
-    where, kind = checkpoint.source("transformer").where, known.kind if known else None
-    if known and kind == "distilled" and takes in ("needed", "unused"):
-        guided = getattr(request, "guided", None) is True
-        advice = "leave --guided out" if guided else "use --pipeline distilled"
-        raise InputError(
-            f"--model: {where} is distilled ({known.how}); {request.name} samples dev weights and "
-            f"would leave grain; {advice}, or pass --assume dev"
-        )
+    takes, kind = request.takes_distilled, known.kind if known else None
     if takes == "unused":
         return None
-    if takes == "optional" and asked == NO_LORA:
+    if asked == NO_LORA:
+        if takes == "needed":
+            raise InputError(
+                f"--distilled-lora: none, but the {request.name} pipeline's second stage needs one"
+            )
         if known and kind == "dev":
+            where = checkpoint.source("transformer").where
             raise InputError(
                 f"--distilled-lora: none, but {where} is dev ({known.how}), and the distilled steps "
                 f"of {request.name} need one; leave the flag out, or pass --assume distilled"
@@ -492,6 +539,7 @@ def distilled_lora(
         return LoraSpec(checkpoint.distilled_lora())
     except InputError as error:
         if takes == "optional" and known:
+            where = checkpoint.source("transformer").where
             needs = f"{where} is dev ({known.how}), and the distilled steps of {request.name} need"
             raise InputError(f"{error} ({needs} it; --assume distilled overrules that)") from error
         raise

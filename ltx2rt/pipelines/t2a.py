@@ -1,4 +1,5 @@
-"""t2a: sound alone, guided; no node of the video stream is computed."""
+"""t2a: sound alone, guided, or on distilled weights in 8 steps; no node of the video stream is
+computed."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.pipelines.groups import RUN
-from ltx2rt.pipelines.groups.guidance import SoundScales
+from ltx2rt.pipelines.groups.guidance import ByWeights, Nag, SoundScales
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.groups.sound import SoundToFollow, Voice
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
@@ -34,14 +35,14 @@ class TextToAudio(Request):
     }
     groups = (
         Prompt(), SoundLength(), *RUN, SoundToFollow(), Voice(), NegativePrompt(), Steps(),
-        Skips(), Interval(), SoundScales(),
+        Skips(), Interval(), SoundScales(), Nag(), ByWeights(),
     )  # fmt: skip
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         sound = self.geometry(model)
         return [
             *self.text,
-            *self.denoise_once(sound, options, loras, streams=("audio",)),
+            *self.denoise_once(sound, options, loras, streams=("audio",), **self.freshening(model)),
             Sound(sound, self.num_videos),
         ]
 

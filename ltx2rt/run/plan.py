@@ -3,7 +3,7 @@ here, before a weight is read."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -17,12 +17,12 @@ from ltx2rt.media.output import check_encoders, check_hdr
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request, pipelines
 from ltx2rt.pipelines.groups.size import Length
-from ltx2rt.pipelines.request import Loras, Request, distilled_lora
+from ltx2rt.pipelines.request import Loras, Request, distilled_lora, fitted
 from ltx2rt.run.files import Files
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.session.session import Session
-from ltx2rt.stages.denoise import RECORDED, noise_name
+from ltx2rt.stages.denoise import RECORDED, Denoise, noise_name
 from ltx2rt.stages.enhance import Enhancer, enhance
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
@@ -36,8 +36,9 @@ from ltx2rt.weights.trained import remarks
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved request, its stages, the LoRAs, and their merges by stage. weights: why they take
-    a distilled LoRA or none. trained: sentences about LoRAs that `train run` made."""
+    """A resolved request, its stages, the LoRAs, and their merges by stage. weights: a sentence
+    about what the kind of the weights decides. trained: sentences about LoRAs that `train run`
+    made."""
 
     request: Request
     stages: tuple[Stage, ...]
@@ -66,11 +67,7 @@ class Plan:
             for merge in merges:
                 yield merge.line(stage, "distilled" if merge.file == distilled else "")
         yield from self.trained
-        if self.request.takes_distilled == "optional" and (self.weights or not distilled):
-            how = "no distilled LoRA is merged"
-            if lora := self.loras.distilled:
-                how = f"the distilled LoRA is merged at {lora.strength}"
-            yield f"{self.request.name}: {how}{self.weights}"
+        yield from filter(None, [self.weights])
 
 
 def prepared(
@@ -92,7 +89,7 @@ def prepared(
     checkpoint = opened_checkpoint(options)
     files.check(request.seeds, checkpoint.files, length)
     check_enhancing(request, checkpoint)
-    request = request.resolved(checkpoint.config)
+    request = fitted(request, options, checkpoint)
     distilled_lora(request, options, checkpoint)
     for output in files.outputs:  # last: its import takes as long as all the rest
         check_encoders(output, transfer)
@@ -106,7 +103,7 @@ def resolved(checkpoint: Checkpoint, options: ModelOptions, request: Request) ->
     """The request against the model, its LoRAs and its stages. Raises InputError."""
     request.check_options(options)
     request.check_files()
-    request = request.resolved(checkpoint.config)
+    request = fitted(request, options, checkpoint)
     distilled = distilled_lora(request, options, checkpoint)
     given = [_planned(lora, options.lora_mode == "unmerged") for lora in options.loras]
     user = tuple(lora for lora in given if "transformer" in lora.parts)
@@ -155,17 +152,29 @@ def checked(session: Session, found: Resolved) -> Plan:
     draws = [draw for stage in stages for draw in stage.draws(session.config).items()]
     _check_noise(request.noise_in, draws, request.made)
     trained = [line for lora in loras.user for line in remarks(lora.path, session.checkpoint)]
-    return Plan(request, stages, loras, merges, _known_as(session, loras.distilled), tuple(trained))
+    said = _decided(session, request, loras.distilled, stages)
+    return Plan(request, stages, loras, merges, said, tuple(trained))
 
 
-def _known_as(session: Session, distilled: LoraSpec | None) -> str:
-    """The reason for merging a distilled LoRA or none, or how to change it; empty with a flag."""
-    if session.options.assume or session.options.distilled_lora:
+def _decided(
+    session: Session, request: Request, lora: LoraSpec | None, stages: Sequence[Stage]
+) -> str:
+    """Say what the kind of the weights decides of distilled steps: the pipeline and its steps, or
+    that a distilled LoRA is merged, and how to change it; "" where a flag merges one."""
+    options, known = session.options, sign(session.checkpoint, session.options.assume)
+    if request.takes_distilled != "optional" or (lora and options.distilled_lora):
         return ""
-    if known := sign(session.checkpoint):
-        return f", because the weights are {known.kind} ({known.how})"
-    leave = "--distilled-lora none leaves it out"
-    return f"; {leave if distilled else 'dev weights need --distilled-lora FILE'}"
+    if known and known.kind == "distilled":
+        counts = {s.name: str(len(s.sigmas) - 1) for s in stages if isinstance(s, Denoise)}
+        steps = f"{' + '.join(counts.values())} steps, unguided"
+        return f"distilled weights ({known.how}): pipeline {request.name}, {steps}"
+    how, advice = "no distilled LoRA is merged", "dev weights need --distilled-lora FILE"
+    if lora:
+        how = f"the distilled LoRA is merged at {lora.strength}"
+        advice = "--distilled-lora none leaves it out"
+    if known:
+        return f"{request.name}: {how}, because the weights are {known.kind} ({known.how})"
+    return f"{request.name}: {how}{'' if options.distilled_lora else f'; {advice}'}"
 
 
 def make_enhanced_plan(session: Session, request: Request) -> Plan:

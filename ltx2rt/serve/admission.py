@@ -27,7 +27,7 @@ from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Lengt
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.source_clip import DECIDES, SourceClip
 from ltx2rt.pipelines.recipes import PRESETS, recipe
-from ltx2rt.pipelines.request import Request, distilled_lora
+from ltx2rt.pipelines.request import Request, distilled_lora, fitted, is_distilled
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import high_range_of
@@ -49,7 +49,7 @@ from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import EXR, IMAGE, SUFFIX
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
-from ltx2rt.session.options import DISTILLED_STAGES, NO_LORA, LoraSpec, ModelOptions, existing
+from ltx2rt.session.options import DISTILLED_STAGES, LoraSpec, ModelOptions, existing
 from ltx2rt.session.session import Session
 from ltx2rt.stages.duration import chooses_length
 from ltx2rt.stages.enhance import Enhancer
@@ -218,7 +218,7 @@ class Admission:
         request.check_options(self._session.options)
         if to_enhance(request):
             Enhancer.of(self.checkpoint, self.enhancer).check(request.first_image)
-        request = request.resolved(self.checkpoint.config)
+        request = fitted(request, self.options, self.checkpoint)
         seconds = float(request.clip_frames / request.clip_fps)
         if request.in_segments and seconds > MAX_SECONDS:
             raise InputError(f"--seconds: {seconds:.4g} s, expected at most {MAX_SECONDS} s here")
@@ -243,7 +243,7 @@ class Admission:
         if frames and not request.high_range:
             raise InputError("--hdr-frames: the clip is not in high dynamic range; add hdr")
         job = {
-            "pipeline": name, "clip": resolved, "images": images, "loras": loras, "files": files,
+            "pipeline": request.name, "clip": resolved, "images": images, "loras": loras, "files": files,
             "n": n, "size": f"{width}x{height}", "seconds": seconds, "frames": frames,
         }  # fmt: skip
         key = json.dumps(loras) if loras else ""
@@ -336,15 +336,28 @@ class Admission:
     # --- what can be asked for --------------------------------------------------------------------
 
     def _possible(self, type_: type[Request]) -> bool:
-        """Whether model and flags allow any request of the pipeline."""
+        """Whether model and flags allow any request of the pipeline, in its own name."""
         try:
             type_.check_model(self.checkpoint.config)
-            if type_.has(ByChoice):
-                return True  # each request's settings tell
-            lora = distilled_lora(type_, self.options, self.checkpoint)
+            if is_distilled(self.options, self.checkpoint):
+                return self._made_by(type_) is type_
+            if not type_.has(ByChoice):  # else each request's settings tell
+                distilled_lora(type_(), self.options, self.checkpoint)
         except InputError:
             return False
-        return type_.distilled != "needed" or lora != NO_LORA
+        return True
+
+    def _made_by(self, type_: type[Request]) -> type[Request] | None:
+        """The pipeline that makes requests of another one here; None if they are refused."""
+        if not is_distilled(self.options, self.checkpoint):
+            return type_
+        found = type_().unguided()
+        return None if found is None else type(found)
+
+    def _shown(self, name: str) -> str | None:
+        """The name under which the pipeline is possible here; None if it is not."""
+        made_by = self._made_by(self.served[name])
+        return made_by.name if made_by and made_by.name in self.possible else None
 
     def fields(self, type_: type[Request]) -> dict[str, Field]:
         """The clip flags that requests of the pipeline may set here."""
@@ -355,7 +368,7 @@ class Admission:
         seconds = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         return {
             "model": self.model,
-            "default_pipeline": self.default if self.default in self.possible else None,
+            "default_pipeline": self._shown(self.default),
             "pipelines": {
                 name: {
                     "summary": type_.summary,
@@ -368,7 +381,9 @@ class Admission:
                 }
                 for name, type_ in self.possible.items()
             },
-            "presets": {name: how.get("pipeline", FIRST) for name, how in PRESETS.items()},
+            "presets": {
+                name: self._shown(how.get("pipeline", FIRST)) for name, how in PRESETS.items()
+            },
             "frames": {"step": model.video_vae.time_factor, "offset": 1},
             "max_seconds": seconds,
             "fps": {"min": MIN_FPS, "max": MAX_FPS},

@@ -224,8 +224,8 @@ class Denoise(Stage):
 
     @property
     def _moved(self) -> bool:
-        """Whether pictures are made, and moved away from the negative prompt."""
-        return self.nag is not None and "video" in self.made
+        """Whether pictures, or sound alone, are made and moved away from the negative prompt."""
+        return self.nag is not None and self.streams[0] in self.made
 
     def check(self, session: Session) -> None:
         if self.relay:
@@ -375,7 +375,7 @@ class Denoise(Stage):
         if self._moved:
             found["nag"] = np.array(self.nag, np.float32)
         for m in self.streams:
-            two = (branches.uncond and m in self.made) or (self._moved and m == "video")
+            two = (branches.uncond and m in self.made) or (self._moved and m == self.streams[0])
             found[f"{m}_context"] = state.contexts[m][: 2 if two else 1]
         return found
 

@@ -13,7 +13,7 @@ from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS, shifted_sigmas
 from ltx2rt.stages.segments import PartOfSound
 from ltx2rt.weights.presets import preset
 from tests.reference import assert_stage, positions_of, stored_module
@@ -31,14 +31,18 @@ def song(tmp_path):
     return tmp_path / "song.wav"
 
 
-@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
-def test_both_stages_are_the_formula_over_diffusers(generation, song, tiny):
-    """The distilled LoRA has strength 0: that it is merged in stage 2 is what two-stage proves."""
+@pytest.mark.parametrize(("generation", "kind"), [
+    pytest.param("2.0", "dev", marks=pytest.mark.long), ("2.3", "dev"), ("2.3", "distilled"),
+])  # fmt: skip
+def test_both_stages_are_the_formula_over_diffusers(generation, kind, song, tiny):
+    """The distilled LoRA has strength 0: that it is merged in stage 2 is what two-stage proves. On
+    distilled weights neither stage is guided."""
     folder = tiny(f"tiny-{generation}", "diffusers")
     lora = LoraSpec(folder / f"tiny-{generation}-distilled-lora.safetensors", 0.0)
-    how = {"device": "cpu", "dtype": "float32", "distilled_lora": lora}
-    session = open_session(ModelOptions("cuda", folder, **how))
-    plan = make_plan(session, AudioToVideo("a robot dancing", audio_path=song, **SIZE))
+    how = {"device": "cpu", "dtype": "float32", "distilled_lora": lora, "assume": kind}
+    session, unguided = open_session(ModelOptions("cuda", folder, **how)), kind == "distilled"
+    size = SIZE | {"steps": None} if unguided else SIZE
+    plan = make_plan(session, AudioToVideo("a robot dancing", audio_path=song, **size))
     names = ["source sound", "text", "stage1", "upsample", "stage2", "decode"]
     assert [s.name for s in plan.stages] == names
     state, *_ = produce(session, plan, keep=True)
@@ -46,8 +50,9 @@ def test_both_stages_are_the_formula_over_diffusers(generation, song, tiny):
     module = stored_module(folder)
     request, upsampled = plan.request, pack_video(state.record["upsampled"])[0]
     sound = pack_audio(state.source["audio"])[0]
+    first = (DISTILLED_SIGMAS, 0.0, None) if unguided else (shifted_sigmas(3), 0.0, request)
     for stage, scale, sigmas, start, guided in (
-        ("stage1", 2, shifted_sigmas(3), 0.0, request),
+        ("stage1", 2, *first),
         ("stage2", 1, STAGE2_SIGMAS, upsampled, None),
     ):
         geometry = request.geometry(session.config, scale)

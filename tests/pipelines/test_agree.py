@@ -68,6 +68,29 @@ def test_latents_agree(sessions, images, film, name):
     assert_agree(sessions, name, **own.get(name, SMALL | given | {"image_crf": 0}))
 
 
+@pytest.mark.parametrize("name", ["a2v", pytest.param("keyframes", marks=pytest.mark.slow), "t2a"])
+def test_guided_pipelines_on_distilled_weights_agree(on_both, images, film, name):
+    """LTX-2.5, whose stage 1 adds noise; with a negative prompt, also of sound alone."""
+    both = on_both("tiny-2.5", distilled_lora=NO_LORA, assume="distilled")
+    clip = {"num_frames": 9, "seed": 3, "nag": (11, 2.5, 0.25), "negative_prompt": "rain"}
+    clip |= {} if name == "t2a" else {"width": 64, "height": 64}
+    if name == "a2v":
+        clip |= {"audio_path": film, "audio_fit": "pad"}
+    if name == "keyframes":
+        clip |= {"images": tuple(parse_image((path, i * 8)) for i, path in enumerate(images))}
+    found = assert_agree(both, name, **clip)
+    made = {key.split(".")[1] for key in found if key.startswith("stage1.")}
+    assert made == {"a2v": {"video"}, "t2a": {"audio"}}.get(name, {"video", "audio"})
+    stages = {"stage1": 8} | ({} if name == "t2a" else {"stage2": 3})
+    for stage, steps in stages.items():
+        for stream in made:
+            assert len(found[f"{stage}.{stream}.steps"]) == steps
+        assert (f"{stage}.{min(made)}.ancestral" in found) == (stage == "stage1")
+    plain = latents(both["cuda"], name, **clip | {"nag": None, "negative_prompt": None})
+    last = f"stage1.{max(made)}.steps"
+    assert relative_l2(plain[last][-1], found[last][-1]) > 1e-4
+
+
 def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
     """Half as many rows, columns and frames, weighed by a number and a mask, after an image."""
     own = sessions["cuda"].checkpoint.distilled_lora()

@@ -83,6 +83,26 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
         refuses(found, CLIP, ({"pipeline": name}, why))
 
 
+def test_distilled_weights_choose_the_form_of_what_is_asked(admission):
+    """Requests, limits and presets; a job that was resolved is the same again."""
+    found = admission("tiny-2.5", distilled_lora=NO_LORA, assume="distilled")
+    limits = found.limits()
+    assert found.served.keys() - limits["pipelines"].keys() == {"two-stage", "hq", "one-stage"}
+    assert limits["default_pipeline"] == limits["presets"]["standard"] == "distilled"
+    small = {"prompt": "a fox", "size": "64x64", "num_frames": 9, "seed": 7}
+    for more in ({}, {"preset": "standard"}, {"preset": "draft"}, {"pipeline": "two-stage"}):
+        job = job_of(found, small | more)
+        again = {"pipeline": job["pipeline"], **job["clip"]}
+        again = {name: value for name, value in again.items() if value not in (None, [])}
+        assert job["pipeline"] == "distilled" and job_of(found, again) == job
+    refuses(
+        found, small,
+        ({"steps": 30}, "steps: for guided steps, but .* is distilled"),
+        ({"pipeline": "hq"}, "pipeline: hq is guided, but .* is distilled"),
+        ({"negative_prompt": "rain"}, "negative.prompt: distilled has no guidance; add"),
+    )  # fmt: skip
+
+
 def test_clips_in_segments(admission):
     found = admission("tiny-2.3", distilled_lora=NO_LORA)
     given = {"prompt": "a fox", "pipeline": "one-stage", "size": "64x64", "segment_frames": 25}

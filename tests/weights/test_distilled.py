@@ -8,16 +8,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from ltx2rt.instruments.make import make_checkpoint
+from ltx2rt.media.sound import write_wav
 from ltx2rt.pipelines import make_request, pipelines
-from ltx2rt.pipelines.request import distilled_lora
-from ltx2rt.run.plan import _known_as
+from ltx2rt.pipelines.request import distilled_lora, fitted
+from ltx2rt.placement.devices import device_kind
+from ltx2rt.run.estimate import datasheet_session
+from ltx2rt.run.plan import make_plan
 from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.distilled import SCHEDULER, Sign, sign
 from ltx2rt.weights.files import TensorInfo
 from ltx2rt.weights.packed import Packed
+from ltx2rt.weights.presets import preset
 from tests.conftest import refused
 from tests.gguf_files import linked
 
@@ -93,23 +98,74 @@ def options(folder, **more):
     return ModelOptions("cuda", folder, **more)
 
 
-USE = "use --pipeline distilled"
+DEV = "Lightricks/LTX-2.3, ltx-2.3-22b-dev.safetensors; --assume dev says that these are dev"
 
 
-@pytest.mark.parametrize("name, more, advice", [
-    ("one-stage", {}, USE), ("t2a", {}, USE), ("hq", {}, USE), ("a2v", {"audio_path": "a.wav"}, USE),
-    ("extend", {"guided": True, "video_path": "a.mp4"}, "leave --guided out"),
+@pytest.mark.parametrize("name, more, asked", [
+    ("one-stage", {}, "--pipeline: one-stage is guided"), ("hq", {}, "--pipeline: hq is guided"),
+    ("two-stage", {"steps": 20}, "--steps: for guided steps"),
+    ("keyframes", {"images": ["a.png", "b.png:last"], "audio_cfg": 4}, "--audio-cfg: for guided steps"),
+    ("a2v", {"audio_path": "a.wav", "skip_step": 1}, "--skip-step: for guided steps"),
+    ("t2a", {"guidance_interval": (0, 0.5)}, "--guidance-interval: for guided steps"),
+    ("extend", {"guided": True, "video_path": "a.mp4"}, "--guided: for guided steps"),
 ])  # fmt: skip
-def test_pipelines_of_dev_weights_refuse_distilled_ones(model, name, more, advice):
+def test_guidance_of_distilled_weights_is_refused(model, name, more, asked):
     file = "ltx-distilled.safetensors"
     found = open_checkpoint(model(file, keep_lora=True))
     request = make_request(name, prompt="fox", **more)
-    said = f"--model: {found.path / file} is distilled (its name); {name} samples dev weights and "
-    said += f"would leave grain; {advice}, or pass --assume dev"
+    said = f"{asked}, but {found.path / file} is distilled (its name), whose steps are fixed and "
+    said += f"unguided; leave it out, or pass dev weights ({DEV})"
     with refused(f"^{re.escape(said)}$"):
-        distilled_lora(request, options(found.path), found)
-    lora = distilled_lora(request, options(found.path, assume="dev"), found)
-    assert (lora is not None) == (name in ("hq", "a2v"))  # guided steps of dev weights need none
+        fitted(request, options(found.path), found)
+    if not more.keys() & {"audio_path", "video_path", "images"}:
+        dev = options(found.path, assume="dev")
+        assert fitted(request, dev, found).is_guided
+        assert (distilled_lora(request, dev, found) is not None) == (request.distilled == "needed")
+
+
+@pytest.mark.parametrize("given, name, more", [
+    (None, "distilled", {}), (None, "distilled", {"images": ["a.png"]}),
+    (None, "keyframes", {"images": ["a.png", "b.png:last"]}),
+    ("two-stage", "distilled", {"audio_from": "stage1", "num_generated_keyframes": 2}),
+    ("keyframes", "keyframes", {"images": ["a.png", "b.png:last"], "nag": 11, "negative_prompt": "x"}),
+    (None, "a2v", {"audio_path": "a.wav", "nag": 11}), ("t2a", "t2a", {"nag": 11}),
+])  # fmt: skip
+def test_what_is_asked_is_made_in_distilled_steps(model, tmp_path, given, name, more):
+    """With all that was given, and no LoRA; weights of any other kind stay guided."""
+    for file in ("a.png", "b.png"):
+        Image.new("RGB", (96, 64)).save(tmp_path / file)
+    write_wav(tmp_path / "a.wav", np.zeros((2, 48000), np.float32), 48000)
+    more |= {"images": [str(tmp_path / one) for one in more["images"]]} if "images" in more else {}
+    more |= {"audio_path": tmp_path / "a.wav"} if "audio_path" in more else {}
+    found = open_checkpoint(model("ltx-distilled.safetensors", keep_lora=True))
+    found = replace(found, config=preset("tiny-2.5").config)
+    request = make_request(given, prompt="fox", seed=3, fps=25, **more)
+    full = fitted(request, options(found.path), found)
+    assert full.name == name and not full.is_guided and full.takes_distilled == "optional"
+    assert distilled_lora(full, options(found.path), found) is None
+    assert fitted(full, options(found.path), found) == full  # also of a job that was resolved
+    kept = make_request(given, prompt="fox", seed=3, fps=25, **more)
+    for field in ("prompt", "seed", "fps", *more.keys() - {"images", "nag"}):
+        assert getattr(full, field) == getattr(kept, field), field
+    assert full.nag == (more.get("nag") and (11, 2.5, 0.25))
+    assert len(getattr(full, "images", ())) == len(more.get("images", ()))
+    if not full.nag:
+        other = fitted(request, options(found.path, assume="dev"), found)
+        assert other.is_guided and other.name == request.name
+
+
+@pytest.mark.parametrize("name", [None, "a2v"])
+def test_a_negative_prompt_of_distilled_steps_needs_nag(model, name):
+    found = open_checkpoint(model("ltx-distilled.safetensors"))
+    more = {"audio_path": "a.wav"} if name == "a2v" else {}
+    request = make_request(name, prompt="fox", negative_prompt="rain", **more)
+    with refused(
+        f"^--negative-prompt: {name or 'distilled'} has no guidance; add --nag 11, or leave it out$"
+    ):
+        fitted(request, options(found.path), found)
+    with refused("^--nag: a2v is guided"):
+        request = make_request("a2v", prompt="fox", audio_path="a.wav", nag=11, num_frames=9)
+        fitted(request, options(found.path, assume="dev"), found)
 
 
 STEPS = (
@@ -165,14 +221,20 @@ def test_without_a_distilled_lora_dev_weights_are_refused_and_unknown_ones_run(m
 
 
 def test_a_run_says_what_the_weights_are(model):
-    def said(name, lora=None, **more):
-        found = open_checkpoint(model(name, folder=name))
-        session = SimpleNamespace(options=options(found.path, **more), checkpoint=found)
-        return _known_as(session, lora)
+    def said(name, **more):
+        folder = model(name, folder=name, keep_lora=True)
+        how = options(folder, device="cpu", **more)
+        request = make_request("distilled", prompt="fox", num_frames=9, width=64, height=64)
+        return make_plan(datasheet_session(how, device_kind("h100"), 1), request).weights
 
-    assert said("a-distilled.safetensors") == ", because the weights are distilled (its name)"
-    assert said("a-dev.safetensors", NO_LORA) == ", because the weights are dev (its name)"
-    assert said(MAIN) == "; dev weights need --distilled-lora FILE"
-    assert said("a.safetensors", NO_LORA) == "; --distilled-lora none leaves it out"
-    assert said("b-dev.safetensors", assume="distilled") == ""
-    assert said("c-dev.safetensors", distilled_lora=NO_LORA) == ""
+    eight = "pipeline distilled, 8 + 3 steps, unguided"
+    dev, no_lora = "because the weights are dev", "distilled: no distilled LoRA is merged"
+    merged = "distilled: the distilled LoRA is merged at 1.0"
+    assert said("a-distilled.safetensors") == f"distilled weights (its name): {eight}"
+    assert said("a-dev.safetensors") == f"{merged}, {dev} (its name)"
+    assert said(MAIN) == f"{merged}; --distilled-lora none leaves it out"
+    assert said("a.safetensors", distilled_lora=NO_LORA) == no_lora
+    assert (
+        said("b-dev.safetensors", assume="distilled")
+        == f"distilled weights (--assume distilled): {eight}"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from operator import index
 from typing import Any
 
@@ -17,7 +17,6 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches, perturbed_blocks
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
-from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.stages.stage import MODALITIES
 
 flag = flags_of("guidance")
@@ -109,6 +108,23 @@ class Guidance(SoundScales, VideoScales):
     audio_modality: float = flag(3.0, "scale of guidance by the video for sound, 1 for none")
 
 
+def guiding(request: Any) -> str:
+    """The first flag of guidance that is given, "" for none."""
+    for group in request.groups:
+        if isinstance(group, (Steps, Skips, Interval, Scales)):
+            for f in fields(group):
+                if getattr(request, f.name) != getattr(group, f.name):
+                    return spelling(f)
+    return ""
+
+
+@dataclass(frozen=True)
+class ByWeights(Group):
+    """Steps are guided unless the weights turn out to be distilled (`Request.unguided`)."""
+
+    guided: bool | None = field(default=None, repr=False)
+
+
 @dataclass(frozen=True)
 class ByChoice(Group):
     """Steps are guided only if asked for; else flags of guidance are refused."""
@@ -118,18 +134,11 @@ class ByChoice(Group):
     )
 
     def check(self, request: Any) -> None:
-        if self.guided:
-            return
-        for group in request.groups:
-            if not isinstance(group, (NegativePrompt, Steps, Skips, Interval, Scales)):
-                continue
-            for f in fields(group):
-                negative = isinstance(group, NegativePrompt) and request.negated
-                if getattr(request, f.name) != getattr(group, f.name) and not negative:
-                    raise InputError(
-                        f"{spelling(f)}: 8 distilled steps are made, without guidance; "
-                        "leave it out, or add --guided"
-                    )
+        if not self.guided and (flag := guiding(request)):
+            raise InputError(
+                f"{flag}: 8 distilled steps are made, without guidance; leave it out, or add "
+                "--guided"
+            )
 
 
 def parse_nag(text: str | float | Sequence[float]) -> tuple[float, float, float]:
@@ -156,12 +165,21 @@ class Nag(Group):
     )
 
     def check(self, request: Any) -> None:
-        if self.nag and request.is_guided:
+        if self.nag and getattr(request, "guided", False):
             raise InputError(f"{NAG}: for steps without guidance; leave it or --guided out")
-        if not self.nag and request.negative_prompt is not None and not request.has(Scales):
+        if not self.nag and request.negative_prompt is not None and not request.is_guided:
+            instead = "add --guided" if request.has(ByChoice) else "leave it out"
             raise InputError(
-                f"--negative-prompt: {request.name} has no guidance; add {NAG} 11, or leave it out"
+                f"--negative-prompt: {request.name} has no guidance; add {NAG} 11, or {instead}"
             )
+
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        if self.nag and request.is_guided:
+            raise InputError(
+                f"{NAG}: {request.name} is guided, as these weights are not known to be distilled; "
+                "leave it out: guidance obeys --negative-prompt"
+            )
+        return {}
 
     def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
         return {"nag": self.nag}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.models.geometry import Geometry
@@ -57,9 +58,15 @@ class NewSound(Group):
 
 @dataclass(frozen=True)
 class SoundFrom(Group):
-    audio_from: str = flag(
-        "stage1", "stage whose sound is kept", group="sampling", choices=("stage1", "stage2")
+    audio_from: str | None = flag(
+        None,
+        "stage whose sound is kept (default: stage1; of distilled steps stage2)",
+        group="sampling",
+        choices=("stage1", "stage2"),
     )
+
+    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+        return {} if self.audio_from else {"audio_from": "stage1"}
 
     def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
         return {"sound": name == self.audio_from}
