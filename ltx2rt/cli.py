@@ -13,21 +13,23 @@ import io
 import logging
 import os
 import re
+import shlex
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, NoReturn
 
 from ltx2rt.atomic_file import NotWritten, remove_unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.flags import MANY, keep_common
-from ltx2rt.notes import LOGGER
+from ltx2rt.notes import LOGGER, note
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
-from ltx2rt.suggest import hint
+from ltx2rt.suggest import Anything, flag_of, hint, instead, meant, of_files
 from ltx2rt.system import ENDING, on_fatal
 from ltx2rt.version import VERSION
 
@@ -94,32 +96,57 @@ class Parser(argparse.ArgumentParser):
     """argparse, with its errors in one line, with guesses, and without abbreviated flags. fill:
     adds the command's flags, when they are needed; `words` is then what follows the command.
     elsewhere: refusals by flag, of flags that the command has in another form. together: the
-    refusal of all flags together, each of which it has."""
+    refusal of all flags together, each of which it has. foreign: words of other programs are read
+    before the flags are added, which depend on them."""
 
     def __init__(self, *args: Any, fill: Callable[[Parser], None] | None = None, **kwargs: Any):
         super().__init__(*args, allow_abbrev=False, formatter_class=Formatter, **kwargs)
         self.fill = fill
         self.words: list[str] = []
+        self.read_as: list[str] = []  # what words of other programs were read as
         self.elsewhere: dict[str, str] = {}
         self.together = ""
+        self.foreign = False
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         if self.fill is not None:
             fill, self.fill, self.words = self.fill, None, list(args)
+            if self.foreign:  # the words choose the flags
+                args = self.words = self._translated(self.words, Anything())
             try:
                 fill(self)
                 self._shorten_help()
             except InputError as error:
                 self.error(str(error))
+            if not self.foreign:
+                args = self.words = self._translated(self.words, self._option_string_actions)
             self._refuse_unknown_flags()
         known, unknown = super().parse_known_args(args, namespace)
+        if unknown and (files := of_files(unknown, self._option_string_actions)):
+            left = list(args)
+            for word in unknown:
+                left.remove(word)
+            self.read_as.append(f"read as {shlex.join(files)}")
+            known, unknown = super().parse_known_args([*left, *files], None)
+        if self.read_as:
+            known.read_as = self.read_as
         if unknown and self._subparsers is None:  # else the parser of all commands would say so
             before = self.words[: self.words.index(unknown[0])][-2:]  # `--prompt a red fox`
-            meant = "; put the prompt in quotes" if "--prompt" in before else ""
+            advice = "; put the prompt in quotes" if "--prompt" in before else ""
             if os.path.isfile(unknown[0]):
-                meant = f"; say for what this file is, such as --image {unknown[0]}"
-            self.error(f"unrecognized: {' '.join(unknown)}{meant}")
+                advice = f"; say for what this file is, such as {flag_of(unknown[0]) or '--lora'} {unknown[0]}"
+            self.error(f"unrecognized: {' '.join(unknown)}{advice}")
         return known, unknown
+
+    def _translated(self, words: Sequence[str], known: Mapping[str, Any]) -> list[str]:
+        """The words, with those of other programs replaced where their meaning is certain."""
+        leading = [*takewhile(lambda word: not word.startswith("-"), words)]
+        if leading and "--prompt" in known and (files := of_files(leading, known)):
+            self.read_as.append(f"read as {shlex.join(files)}")
+            words = [*files, *words[len(leading) :]]
+        words, said = meant(words, known)
+        self.read_as += said
+        return words
 
     def _shorten_help(self) -> None:
         """Have two kinds of help where there are many flags."""
@@ -137,9 +164,10 @@ class Parser(argparse.ArgumentParser):
                 return
             if re.match("--?[A-Za-z]", word) and " " not in name and name not in known:
                 if name not in self.elsewhere:
+                    if other := instead(name):
+                        self.error(f"unrecognized flag {name}: {other}")
                     shown = [flag for flag in known if known[flag].help != argparse.SUPPRESS]
-                    meant = hint(name, [*shown, *self.elsewhere])
-                    self.error(f"unrecognized flag {name}{meant}")
+                    self.error(f"unrecognized flag {name}{hint(name, [*shown, *self.elsewhere])}")
                 if not self.together:
                     self.error(self.elsewhere[name])
         if self.together:
@@ -150,8 +178,8 @@ class Parser(argparse.ArgumentParser):
         if action.choices is None or value in action.choices:
             return
         choices, what = list(action.choices), "/".join(action.option_strings) or "command"
-        meant = hint(value, [*choices, *COMMANDS] if what == "command" else choices)
-        self.error(f"{what}: {value!r}, expected one of {', '.join(choices)}{meant}")
+        near = hint(value, [*choices, *COMMANDS] if what == "command" else choices)
+        self.error(f"{what}: {value!r}, expected one of {', '.join(choices)}{near}")
 
     def error(self, message: str) -> NoReturn:
         if not _first():  # all ranks have the same flags
@@ -178,6 +206,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         on_fatal("SIGBUS", lambda: _shrunk(crew))
     level = LOGGER.level
     LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else level)
+    for line in getattr(args, "read_as", []) if _first() else ():
+        note(line)
     try:
         args.crew = crew = _join(args)
         status = _call(args.command, "main", args) or 0
@@ -315,6 +345,7 @@ def parser() -> Parser:
         about = f"{help[0].upper()}{help[1:]}."
         added = groups[group].add_parser(last, help=help, description=about, fill=fill)
         added.set_defaults(command=name)
+        added.foreign = name == "generate"
     return top
 
 

@@ -1,10 +1,18 @@
-"""The name that a user may have meant by an unknown one: a near spelling, or a peer's word."""
+"""The name that a user may have meant by an unknown one: a near spelling, or a peer's word.
+
+Also what a command line of other programs means here, where that is certain (`meant`), and what
+takes the place of flags that there are none of (`instead`).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from mimetypes import guess_type
+from os.path import isfile
+from types import SimpleNamespace
+from typing import Any
 
 LIKENESS = 0.75  # likeness out of 1, as difflib measures it
 ROWS = """\
@@ -30,7 +38,7 @@ mask: mask_image mask_url mask_video
 extend_frames: extend extend_seconds continue
 start_time: redo
 mask_box: remove box
-noise_level: strength
+noise_level: strength denoising_strength
 lora loras: style lora lora_name lora_weights lora_url
 enhance_prompt: prompt_upsampling enhance prompt_enhancement prompt_extend expand_prompt
 audio: generate_audio with_audio
@@ -61,11 +69,114 @@ save_every: save_every_n_steps checkpointing_steps
 init: network_weights
 buckets: resolution resolution_buckets
 data: dataset train_data_dir
-generate: run
+mesh num_gpus: sp ulysses_degree ulysses_size sequence_parallel_size context_parallel
+mesh num_gpus: ici_tensor_parallelism ici_data_parallelism tensor_parallel_size
+validation: sample_prompts
+generate: run image2video text2video img2video txt2video i2v t2v image_to_video text_to_video
+train_prepare: dataset_config
 weights_inspect: inspect
 weights_fetch: fetch download
 weights_merge: merge
 """  # a name here, and what other programs call it; of several names the first that is known
+
+
+# What a flag of other programs means here; {} is its value.
+MEANT = {
+    "--frames": "--num-frames {}",
+    "--count": "--num-videos {}", "--variations": "--num-videos {}", "-n": "--num-videos {}",
+    "--prompt-file": "--prompts {}",
+    "--first-frame": "--image {}", "--start-image": "--image {}",
+    "--last-frame": "--image {}:last", "--end-frame": "--image {}:last", "--end-image": "--image {}:last",
+    "--extend": "--seconds {}",
+    "--fast": "--preset draft", "--draft": "--preset draft",
+    "--quality": "--preset {}",
+    "--denoise": "--noise-level {}",
+    "--from": "--start-time {}", "--to": "--end-time {}",
+    "--mute": "--no-audio",
+    "--aspect": "--size {}", "--aspect-ratio": "--size {}", "--resolution": "--size {}",
+    "--vertical": "--size 9:16", "--portrait": "--size 9:16", "--square": "--size 1:1",
+    "--fp8-base": "--weights-dtype float8", "--fp8": "--weights-dtype float8",
+}  # fmt: skip
+VALUES = {"--quality": {"low": "draft", "medium": "standard", "normal": "standard", "high": "best"}}
+# What does the same without a flag, or by another way.
+MEMORY = "memory is arranged by itself; --max-memory GB sets a limit"
+INSTEAD = {
+    "--gpu": "CUDA_VISIBLE_DEVICES=0 before the command chooses a GPU, --num-gpus N takes several",
+    "--low-vram": MEMORY, "--lowvram": MEMORY, "--offload": MEMORY, "--cpu-offload": MEMORY,
+    "--blocks-to-swap": MEMORY, "--block-swap": MEMORY,
+    "--optimizer": "AdamW trains, by --lr, --betas and --weight-decay",
+    "--optimizer-type": "AdamW trains, by --lr, --betas and --weight-decay",
+    "--resume": "the same command goes on by itself where it was stopped",
+    "--resume-from-checkpoint": "the same command goes on by itself where it was stopped",
+    "--gradient-checkpointing": "blocks are computed anew by default; --remat none keeps all values",
+    "--mixed-precision": "--dtype bfloat16 is the default on accelerators",
+    "--dataset-config": "train prepare --data FOLDER takes the clips, not another program's TOML",
+}  # fmt: skip
+INPUTS = {"image": "--image", "video": "--video-path", "audio": "--audio-path"}  # by media type
+
+
+def _spelled(flag: str) -> str:
+    return flag.replace("_", "-").lower()
+
+
+class Anything(dict[str, Any]):
+    """The flags of a command that has those of `MEANT` and `INPUTS`, before they are added."""
+
+    def __contains__(self, flag: object) -> bool:
+        return flag not in MEANT
+
+    def __missing__(self, flag: str) -> SimpleNamespace:
+        return SimpleNamespace(choices=None)
+
+
+def meant(words: Sequence[str], known: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The words of a command line with flags of other programs replaced by those that mean the
+    same, and a sentence about each replacement. known: argparse's actions by flag."""
+    found, said, rest = list[str](), list[str](), list(words)
+    while rest:
+        word = rest.pop(0)
+        if word == "--":
+            return [*found, word, *rest], said
+        flag, equals, value = word.partition("=")
+        ours = "" if flag in known else MEANT.get(_spelled(flag), "")
+        name, _, ours_value = ours.partition(" ")
+        if "{}" in ours_value:
+            value = value if equals or not rest else rest[0]
+            value = ours_value.replace("{}", VALUES.get(_spelled(flag), {}).get(value, value))
+        else:
+            value = ours_value
+        if not ours or name not in known or value not in (known[name].choices or [value]):
+            found.append(word)
+            continue
+        if "{}" in ours_value and rest and not equals:
+            rest.pop(0)
+        found += [name, value] if value else [name]
+        said.append(f"{flag}: read as {name} {value}".rstrip())
+    return found, said
+
+
+def flag_of(path: str) -> str:
+    """The flag that a file is for, by its kind; "" for a file of no kind that is known."""
+    return INPUTS.get((guess_type(path)[0] or "").partition("/")[0], "")
+
+
+def of_files(words: Sequence[str], known: Container[str]) -> list[str] | None:
+    """The flags that files without one are for, by the kinds of the files, and the prompt for a
+    single text in front of them; None where a word is neither."""
+    found = list[str]()
+    for number, word in enumerate(words):
+        if isfile(word) and (flag := flag_of(word)) in known:
+            found += [flag, word]
+        elif number == 0 and "--prompt" in known and not isfile(word):
+            found += ["--prompt", word]
+        else:
+            return None
+    return found
+
+
+def instead(flag: str) -> str:
+    """What takes the place of a flag of other programs that there is none of here, or ""."""
+    return INSTEAD.get(_spelled(flag), "")
 
 
 def _key(name: str) -> str:

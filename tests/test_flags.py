@@ -6,6 +6,7 @@ import shlex
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -39,7 +40,7 @@ from ltx2rt.run.files import Files
 from ltx2rt.serve.fields import schema, value
 from ltx2rt.serve.options import ServeOptions, parse_bytes
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.suggest import nearest
+from ltx2rt.suggest import MEANT, meant, nearest, of_files
 from ltx2rt.train.prepare_flags import PrepareRequest
 from tests.conftest import refused
 
@@ -326,7 +327,7 @@ def test_every_command_has_help_for_every_flag(command, capsys):
 @pytest.mark.parametrize(("words", "meant"), [
     (["generate", "--num-frame", "9"], "--num-frames"),
     (["generate", "--promp", "9"], "--prompt"),
-    (["generate", "--frames", "9"], "--num-frames"),
+    (["generate", "--video-frames", "9"], "--num-frames"),
     (["generate", "--negative_prompt", "x"], "--negative-prompt"),
     (["generate", "--cfg", "3"], "--video-cfg"),
     (["generate", "--guidance-scale=3"], "--video-cfg"),
@@ -389,6 +390,47 @@ def test_every_word_of_a_peer_leads_to_a_name_that_exists():
     fields = flagged(*OWNERS, TrainRequest, PrepareRequest)
     keys = {_key(name) for name in (*known, *fields, *map(spelling, fields.values()))}
     assert not [meant for several in PEERS.values() for meant in several if meant not in keys]
+
+
+@pytest.mark.parametrize("typed, read", [
+    ("--frames 9", "--num-frames 9"), ("--frames=9", "--num-frames 9"), ("-n 2", "--num-videos 2"),
+    ("--first-frame a.png --last-frame b.png", "--image a.png --image b.png:last"),
+    ("--quality high", "--preset best"), ("--fast", "--preset draft"), ("--mute", "--no-audio"),
+    ("--from 1 --to 2", "--start-time 1 --end-time 2"), ("--denoise 0.5", "--noise-level 0.5"),
+    ("--seed 3 -- --mute", "--seed 3 -- --mute"), ("--quality odd", "--quality odd"),
+])  # fmt: skip
+def test_flags_of_other_programs_are_read_where_their_meaning_is_certain(typed, read):
+    known = {
+        "--num-frames": None, "--num-videos": None, "--image": None, "--no-audio": None, "--seed": None,
+        "--start-time": None, "--end-time": None, "--noise-level": None, "--preset": ["draft", "best"],
+    }  # fmt: skip
+    actions = {name: SimpleNamespace(choices=choices) for name, choices in known.items()}
+    words, said = meant(typed.split(), actions)
+    assert words == read.split()
+    assert bool(said) == (typed != read)
+
+
+def test_every_flag_that_is_read_as_another_leads_to_one_that_exists():
+    fields = flagged(*OWNERS)
+    known = {
+        *map(spelling, fields.values()),
+        *(one for f in fields.values() for one in f.metadata["flag"].also),
+    }
+    names = {ours.partition(" ")[0] for ours in MEANT.values()}
+    assert names - known <= {"--preset", "--no-audio", "--prompts", "--size"}
+    assert not MEANT.keys() & known, "a flag of ours is never read as another"
+
+
+def test_files_and_a_prompt_without_flags_are_read_by_what_they_are(tmp_path):
+    known = ("--prompt", "--image", "--video-path", "--audio-path")
+    photo, clip, song = (str(tmp_path / name) for name in ("a.jpg", "b.mov", "c.wav"))
+    for path in (photo, clip, song):
+        Path(path).touch()
+    assert of_files(["a fox", photo, song], known) == [
+        "--prompt", "a fox", "--image", photo, "--audio-path", song,
+    ]  # fmt: skip
+    assert of_files([clip], known) == ["--video-path", clip]
+    assert of_files([photo, "a fox"], known) is None and of_files(["a fox"], ("--image",)) is None
 
 
 # --- the backend of this machine ------------------------------------------------------------------
