@@ -21,7 +21,7 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped, wide_to_709
-from ltx2rt.media.images import Resize, fit
+from ltx2rt.media.images import Resize
 from ltx2rt.media.mp4 import BT2020, opened, tagged_s
 
 HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
@@ -40,8 +40,7 @@ class VideoInfo:
     of every frame; the first need not be 0, and its sound starts there as well. pixel_aspect: the
     width of a pixel by its height, upright. sound_s: when the sound ends, by the header, after the
     first frame. ignored: a sentence for each thing that reading changes or leaves out. varies: the
-    average rate of frames that are resampled by time, else 0. resize: brings the pictures to this
-    width and height, if the file has others."""
+    average rate of frames that are resampled by time, else 0."""
 
     width: int
     height: int
@@ -52,7 +51,6 @@ class VideoInfo:
     times_s: tuple[Fraction, ...]
     ignored: tuple[str, ...] = ()
     varies: Fraction = Fraction(0)
-    resize: Resize | None = None
     pixel_aspect: Fraction = Fraction(1)
     sound_s: float = field(default=0.0, compare=False)
 
@@ -274,30 +272,3 @@ def _upright(frame: Any) -> tuple[int, bool]:
     mirrored = a * d < b * c
     side = -1 if mirrored else 1
     return round(-math.degrees(math.atan2(side * b, side * a)) / 90) % 4, bool(mirrored)
-
-
-def read_mask(
-    path: Path, flag: str, num_frames: int, size_px: tuple[int, int], grid: tuple[int, int, int],
-    resize: Resize | None = None,
-) -> np.ndarray:  # fmt: skip
-    """Weight of each token of a reference: the brightness of a video, f32[frames, rows,
-    columns] in [0, 1].
-
-    The first `num_frames` frames, after `resize`, scaled to cover size_px (height, width) and cropped, averaged
-    over colours and over the pixels of each cell of `grid`; its first frame is the mask's first,
-    each other one the mean of as many frames. Raises InputError if these do not divide.
-    """
-    frames, rows, columns = grid
-    height, width = size_px
-    count = min(num_frames, video_info(path, flag, num_frames).num_frames)
-    if (count - 1) % max(frames - 1, 1) or count < frames:
-        raise InputError(
-            f"{flag}: {path} has {count} frames, expected {frames} or more, of which all but the "
-            f"first divide by {frames - 1}; give it as many as the reference"
-        )
-    cells = np.empty((count, rows, columns), np.float32)
-    for cell, pixels in zip(cells, read_frames(path, flag, count, resize=resize), strict=True):
-        grey = ((fit(pixels, width, height).mean(0) + 1) / 2).clip(0, 1)
-        cell[:] = grey.reshape(rows, height // rows, columns, width // columns).mean((1, 3))
-    later = cells[1:].reshape(frames - 1, -1, rows, columns).mean(1) if frames > 1 else cells[:0]
-    return np.concatenate([cells[:1], later])

@@ -38,7 +38,7 @@ class DubIt(Request):
     }
 
     def restated(self, model: ModelConfig) -> dict[str, Any]:
-        if not self.info.has_sound:
+        if not self.source.info.has_sound:
             raise InputError(
                 f"{FLAG}: {self.video_path} has no sound, whose voices dubit keeps; pass a clip "
                 "with sound"

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag_like, flags_of
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.splice import FADE_FRAMES, Seam
-from ltx2rt.media.video import VideoInfo
 from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.group import refuse_beside
 from ltx2rt.pipelines.groups.size import Length, check_step
 from ltx2rt.pipelines.groups.sound import NewSound
-from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize, read_clip
+from ltx2rt.pipelines.groups.source_clip import FileSize, read_clip
 from ltx2rt.pipelines.request import Loras, Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
@@ -36,7 +36,7 @@ DEFAULT_NEW = 96  # frames, 4 s at 24
 
 
 class Extend(Request):
-    """other: facts of --join, of a resolved request. `num_frames` counts the segment."""
+    """other: the file of --join, of a resolved request. `num_frames` counts the segment."""
 
     name = "extend"
     summary = "continue a given clip, lead to it, join two, or close a loop"
@@ -68,7 +68,7 @@ class Extend(Request):
         name="--no-crossfade",
         also=("--crossfade",),
     )
-    other: VideoInfo | None = field(default=None, repr=False)
+    other: Footage | None = field(default=None, repr=False)
 
     @property
     def bridge(self) -> bool:
@@ -85,12 +85,12 @@ class Extend(Request):
     @property
     def clips(self) -> tuple[WholeClip | None, WholeClip | None]:
         """The clip before the new frames and the one after them. Of a resolved request."""
-        clip = WholeClip(self.video_path, self.info, FLAG)
+        clip = WholeClip(self.source)
         if self.before:
             return None, clip
         if self.join is not None:
             assert self.other is not None, "the request is not resolved"
-            return clip, WholeClip(self.join, self.other, "--join")
+            return clip, WholeClip(self.other)
         return clip, clip if self.loop is not None else None
 
     @property
@@ -115,7 +115,7 @@ class Extend(Request):
 
     def restated(self, model: ModelConfig) -> dict[str, Any]:
         """Reads the second file whole, once."""
-        info = self.info
+        info = self.source.info
         step, off = model.video_vae.time_factor, 1 if self.bridge else 0
         new = DEFAULT_NEW - off if self.extend_frames is None else self.extend_frames
         if self.seconds is not None:
@@ -134,19 +134,18 @@ class Extend(Request):
             raise InputError(f"--extend-frames: {new}, expected {rule}")
         other = self.other
         if self.join is not None and other is None:
-            size = replace(self[FileSize], width=info.width, height=info.height)
+            width, height = self.source.size
+            size = replace(self[FileSize], width=width, height=height)
             other = size.sized(read_clip(self.join, "--join"))
-            if other.fps != info.fps:
-                raise InputError(
-                    f"--join: {self.join} has {float(other.fps):g} fps, expected {float(info.fps):g} "
-                    f"as {self.video_path} has"
-                )
+            if other.info.fps != info.fps:
+                found = f"{float(other.info.fps):g} fps, expected {float(info.fps):g}"
+                raise InputError(f"--join: {self.join} has {found} as {self.video_path} has")
         facts = {"other": other, "extend_frames": new, "seconds": None}
         self = replace(self, **facts)
         for clip in self.clips:
             if clip and clip.info.num_frames < self.overlap:
                 raise InputError(
-                    f"{clip.flag}: {clip.path} has {clip.info.num_frames} frames, --overlap "
+                    f"{clip.footage.flag}: {clip.path} has {clip.info.num_frames} frames, --overlap "
                     f"{self.overlap} needs as many; give a smaller one, at least 9"
                 )
         frames = self.seam.num_frames

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag_like, flags_of
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.media.images import Resize
-from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.mask import NONE, Mask
@@ -141,13 +141,13 @@ class ICLora(Request):
         return self[Mask].asked
 
     @property
-    def _masked(self) -> tuple[VideoInfo, Region]:
-        """The reference's facts and its region."""
-        info = video_info(self.video_conditioning[0].path, FLAG, self.num_frames)
-        return info, self[Mask].region(info, self.num_frames)
+    def _masked(self) -> tuple[Footage, Region]:
+        """The reference and its region."""
+        source = Footage.read(self.video_conditioning[0].path, FLAG, self.num_frames)
+        return source, self[Mask].region(source, self.num_frames)
 
-    def _check_mask(self, info: VideoInfo, region: Region) -> None:
-        width, height = self[Mask].padded(info)
+    def _check_mask(self, source: Footage, region: Region) -> None:
+        (width, height), info = self[Mask].padded(source), source.info
         found, asked = (
             f"{w}x{h}, {n} frames at {float(fps):g} fps"
             for w, h, n, fps in (
@@ -190,29 +190,28 @@ class ICLora(Request):
         how: dict[str, Any] = {
             "attention": self.conditioning_attention_strength,
             "mask": self.conditioning_attention_mask,
-            "resize": Resize(self.width, self.height, self.fit) if self.fit else None,
         }
+        resize = Resize(self.width, self.height, self.fit) if self.fit else None
         given = []
         for number, spec in enumerate(self.video_conditioning):
             how["space"] = self.hdr if spec.path.is_dir() else None
-            seen = (spec, self.num_frames, FLAG, half, model, factors, "off", number)
-            given.append(reference(*seen, **how))
+            seen = replace(Footage.read(spec.path, FLAG, self.num_frames), resize=resize)
+            size = spec.strength, half, model, factors, "off", number
+            given.append(reference(seen, *size, **how))
         if self.skip_stage_2:
             made = self.denoise_once(half, options, loras, given)
             return [*self.text, *made, *self.decoded(half, model, options)]
         before, after, kept = list[Stage](), list[Stage](), dict[str, Any]()
         if self.paints:
-            info, region = self._masked
+            _, region = self._masked
             seen = given[0].source
-            own = seen.path, seen.geometry, seen.tiling, FLAG, seen.stride
-            source = RegionVideo(*own, region=region, fill="green", border=GREEN)
+            how = {"region": region, "fill": "green", "border": GREEN}
+            source = RegionVideo(seen.footage, seen.geometry, seen.tiling, seen.stride, **how)
             given = [replace(given[0], source=source)]
             after = [Compose(replace(source, geometry=full, stride=1), region)]
-            if info.has_sound and self.audio:
-                assert info.times_s, "a file without timestamps is refused"
-                path, since = seen.path, float(info.times_s[0])
-                kind = None, "zeros", self.num_videos, True, "source.audio"
-                before = [SourceSound(path, full, since, *kind)]
+            if seen.footage.info.has_sound and self.audio:
+                how = {"fit": "zeros", "num_videos": self.num_videos, "record": "source.audio"}
+                before = [SourceSound(seen.footage.path, full, seen.footage.start_s, **how)]
                 kept = {"frozen": ("audio",), "sound": False}
         first, second = {"given": given, **kept}, {"loras": loras.extra, **kept}
         made = self.in_two_passes(model, options, loras, first, second, sound=not kept)

@@ -49,8 +49,8 @@ class Inpaint(Request):
 
     @property
     def region(self) -> Region:
-        window = self.window or range(self.info.num_frames)
-        return self[Mask].region(self.info, window.stop, window.start)
+        taken = self.source.taken
+        return self[Mask].region(self.source, taken.stop, taken.start)
 
     # --- checks -----------------------------------------------------------------------------------
 

@@ -339,8 +339,9 @@ class Request:
     @property
     def seen_frames(self) -> int:
         """Number of frames that the model makes at once, of a longer clip or of all of it."""
-        if window := getattr(self, "window", None):
-            return len(window)
+        source = getattr(self, "source", None)
+        if source and source.window:
+            return len(source.window)
         return self.segment_frames if self.in_segments else self.num_frames
 
     @property
@@ -351,13 +352,13 @@ class Request:
     @property
     def heard(self) -> bool:
         """Whether the clip has sound: a silent file's, only if it is new. Of a resolved request."""
-        info = getattr(self, "info", None)
-        return self.audio and (info is None or info.has_sound or self.sound == "new")
+        source = getattr(self, "source", None)
+        return self.audio and (source is None or source.info.has_sound or self.sound == "new")
 
     @property
     def keeps_sound(self) -> bool:
         """Whether the clip keeps sound of the given file."""
-        return self.info.has_sound and self.sound in (None, "keep")
+        return self.source.info.has_sound and self.sound in (None, "keep")
 
     def measured(self: R) -> R:
         """The request with a length that a file decides. Raises InputError."""

@@ -7,6 +7,7 @@ VAEs. Of a clip that is longer than the model's limit, it sees a window around t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -74,7 +75,7 @@ class Retake(Request):
     @property
     def since_s(self) -> float:
         """Time of the window's first frame."""
-        return float(self.window.start / self.fps) if self.window else 0.0
+        return float(self.source.taken.start / self.source.info.fps)
 
     @property
     def region_s(self) -> tuple[float, float]:
@@ -119,7 +120,7 @@ class Retake(Request):
         return full
 
     def restated(self, model: ModelConfig) -> dict[str, Any]:
-        path, info = self.video_path, self.info
+        path, info = self.video_path, self.source.info
         length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
         if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
             raise InputError(
@@ -129,7 +130,8 @@ class Retake(Request):
             raise InputError("--sound: new, but --keep audio keeps the file's; leave one out")
         if self.keep == "audio" and not info.has_sound:
             raise InputError(f"--keep: audio, but {path} has no sound; leave it out")
-        return {"window": self.window or seen_window(info, self.region_s, model)}
+        window = self.source.window or seen_window(info, self.region_s, model)
+        return {"source": replace(self.source, window=window)}
 
     # --- what is made -----------------------------------------------------------------------------
 
@@ -157,7 +159,7 @@ class Retake(Request):
             latents = np.flatnonzero(masks["video"].reshape(g.frames, -1)[:, 0])
             stop = pixel_frames(int(latents[-1]) + 1, g.time_factor)
             frames = range(max(pixel_frames(int(latents[0]), g.time_factor), 0), stop)
-            first = self.window.start if self.window else 0
+            first = self.source.taken.start
             frames = range(frames.start + first, min(frames.stop + first, self.num_frames))
         if "audio" in masks:
             start, end = audio_positions(g)[0][masks["audio"] > 0].ravel()[[0, -1]].tolist()
@@ -173,8 +175,8 @@ class Retake(Request):
         parts += [f"sound from {start:.2f} to {end:.2f} s"] if end else []
         parts += ["all of the sound"] if self.audio and self.sound == "new" else []
         yield f"regenerated: {', '.join(parts)}"
-        if self.window:
-            seen = f"frames {self.window.start} to {self.window.stop - 1} of {self.num_frames}"
+        if window := self.source.window:
+            seen = f"frames {window.start} to {window.stop - 1} of {self.num_frames}"
             yield f"the model sees {seen}; all others are the file's own"
         yield from super().remarks(model)
 
@@ -184,13 +186,13 @@ class Retake(Request):
         sound = clip.sound(self, model, num_videos=1, sound=False)
         kept = {"masks": self.masks(full), "frozen": self.frozen}
         heard = self.keeps_sound or self.sound == "new"
-        spliced = []
-        if self.keep_source or self.window:
+        spliced, window = [], self.source.window
+        if self.keep_source or window:
             frames, seconds = self.made_anew(full)
-            if self.window and not self.keep_source:
-                frames, end = self.window, self.window.stop / self.fps
+            if window and not self.keep_source:
+                frames, end = window, window.stop / self.fps
                 seconds = self.since_s, float(end)
-            whole = WholeClip(self.video_path, self.info, FLAG)
+            whole = WholeClip(replace(self.source, window=None))
             spliced = [Splice(video, whole, self.keeps_sound, frames, seconds)]
         return [
             video,

@@ -21,8 +21,8 @@ import numpy as np
 from PIL import Image
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.output import FileState, container_of, remove_made, state_of, write_clip
-from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.notes import note
 from ltx2rt.run.files import NO_PREVIEW
 from ltx2rt.run.plan import Plan
@@ -167,11 +167,11 @@ def free_name(output: Path) -> Path:
 def sprite_sheet(path: Path) -> bytes:
     """A JPEG of SPRITES**2 evenly spaced frames. Raises InputError, FileNotFoundError."""
     path.stat()
-    info = video_info(path, "--variant")
-    size = _small(info.width, info.height)
+    clip = Footage.read(path, "--variant")
+    size, count = _small(*clip.size), clip.info.num_frames
     sheet = Image.new("RGB", (SPRITES * size[0], SPRITES * size[1]))
-    shown = [round(i * (info.num_frames - 1) / (SPRITES**2 - 1)) for i in range(SPRITES**2)]
-    for number, frame in enumerate(read_frames(path, "--variant", info.num_frames)):
+    shown = [round(i * (count - 1) / (SPRITES**2 - 1)) for i in range(SPRITES**2)]
+    for number, frame in enumerate(clip.frames()):
         for place in (i for i, one in enumerate(shown) if one == number):
             image = Image.fromarray(frame).resize(size, Image.Resampling.BICUBIC)
             sheet.paste(image, (place % SPRITES * size[0], place // SPRITES * size[1]))

@@ -17,7 +17,6 @@ from ltx2rt.media.hdr import HighRange
 from ltx2rt.media.mp4 import FollowedClip
 from ltx2rt.media.output import FileState, container_of, signals, state_of, write_clip
 from ltx2rt.media.provenance import copy_mark
-from ltx2rt.media.sound import read_sound
 from ltx2rt.pipelines.ic_lora import hdr_log
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Marks
@@ -45,7 +44,7 @@ def write_segment(path: Path, part: SegmentFile, stop: int, hdr: HighRange | Non
     """A video of one segment's share of the clip, up to the clip's frame `stop`."""
     sound: dict[str, Any] = {}
     if part.info.has_sound:
-        rate = read_sound(part.path)[1]
+        rate = part.footage.rate
         heard = part.samples(part.sample(part.start, rate), part.sample(stop, rate))
         sound = {"waveform": heard, "sample_rate": rate}
     length: dict[str, Any] = {"num_frames": stop - part.start, "fps": part.info.fps}

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, islice, repeat
+from itertools import chain, repeat
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -38,12 +37,8 @@ class ClipFrames(SourceVideo):
     wide: bool = False
 
     def pictures(self) -> Iterator[np.ndarray]:
-        last = (
-            self.first + pixel_frames(self.geometry.frames, self.geometry.time_factor) - self.copies
-        )
-        frames = islice(
-            read_frames(self.path, self.flag, last, self.wide, self.resize), self.first, None
-        )
+        count = pixel_frames(self.geometry.frames, self.geometry.time_factor) - self.copies
+        frames = self.footage.part(self.first, self.first + count).frames(self.wide)
         start = next(frames)
         return chain(repeat(start, self.copies + 1), frames)
 
@@ -121,5 +116,5 @@ def _frames(
     """`count` latent frames of a file at the clip's size. inset: as of `SourceVideo`."""
     g = replace(clip, frames=count)
     tiles = plan_encoder_tiles(tiling, g.grid, model.video_vae)
-    how = {"wide": file.wide, "inset": inset, "resize": file.info.resize}
-    return ClipFrames(file.path, g, tiles, first=first, copies=copies, **how)
+    how = {"wide": file.wide, "inset": inset}
+    return ClipFrames(file.footage, g, tiles, first=first, copies=copies, **how)

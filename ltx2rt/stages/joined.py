@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import to_codes
 from ltx2rt.media.mp4 import to_rgb8
-from ltx2rt.media.sound import read_sound, resample
+from ltx2rt.media.sound import resample
 from ltx2rt.media.splice import (
     Seam,
     join_frames,
@@ -28,7 +29,7 @@ from ltx2rt.media.splice import (
     splice_sound,
     stacked,
 )
-from ltx2rt.media.video import VideoInfo, read_frames
+from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.mel import WINDOW
 from ltx2rt.session.session import Call, Session
@@ -43,37 +44,26 @@ QUIET = 1e-4  # share of the power before, below which it is silent: AAC leaves 
 
 @dataclass(frozen=True)
 class WholeClip:
-    """A file that appears whole in the written clip. flag: that names it. wide: whether
-    its frames are codes of high dynamic range, in 16 bits."""
+    """Footage that appears whole in the written clip. wide: whether its frames are codes of high
+    dynamic range, in 16 bits."""
 
-    path: Path
-    info: VideoInfo
-    flag: str
+    footage: Footage
     wide: bool = field(default=False, kw_only=True)
+
+    @property
+    def path(self) -> Path:
+        return self.footage.path
+
+    @property
+    def info(self) -> VideoInfo:
+        return self.footage.info
 
     @property
     def num_frames(self) -> int:
         return self.info.num_frames
 
     def frames(self) -> Iterator[np.ndarray]:
-        return read_frames(self.path, self.flag, self.info.num_frames, self.wide, self.info.resize)
-
-    @cached_property
-    def _sound(self) -> tuple[np.ndarray, int, list[str]]:
-        assert self.info.times_s, "a file without timestamps is refused"
-        said: list[str] = []
-        start_s, length_s = float(self.info.times_s[0]), float(self.info.num_frames / self.info.fps)
-        return *read_sound(self.path, start_s, length_s, on_time=True, say=said.append), said
-
-    def sound(self, rate: int) -> np.ndarray:
-        """f32[2, N] at `rate` Hz, as long as the frames, or silence. Raises InputError."""
-        size = round(self.num_frames / self.info.fps * rate)
-        if not self.info.has_sound:
-            return np.zeros((2, size), np.float32)
-        waveform, own_rate, _ = self._sound
-        stereo = np.broadcast_to(waveform, (2, waveform.shape[1]))
-        found = stereo if own_rate == rate else resample(stereo[None], own_rate, rate)[0]
-        return np.pad(found, ((0, 0), (0, max(size - found.shape[1], 0))))[:, :size]
+        return self.footage.frames(self.wide)
 
     @cached_property
     def heard_s(self) -> Fraction:
@@ -82,7 +72,8 @@ class WholeClip:
         whole_s = self.num_frames / self.info.fps
         if not self.info.has_sound:
             return whole_s
-        wave, rate = self.sound(self.rate).astype(np.float64), self.rate
+        rate = self.footage.rate
+        wave = self.footage.sound(rate).astype(np.float64)
         block, most = round(BLOCK_S * rate), round(QUIET_S * rate)
         level = (wave[:, -3 * most : -most] ** 2).mean() if wave.shape[1] > 3 * most else 0.0
         end = wave.shape[1]
@@ -91,15 +82,6 @@ class WholeClip:
         ):
             end -= block
         return whole_s - Fraction(wave.shape[1] - end, rate)
-
-    @property
-    def rate(self) -> int:
-        return self._sound[1]
-
-    @property
-    def said(self) -> list[str]:
-        """Sentences about missing parts of its sound. Raises InputError."""
-        return self._sound[2] if self.info.has_sound else []
 
 
 def kept_sound(geometry: Geometry, before_s: Fraction, after_s: Fraction | None) -> np.ndarray:
@@ -131,7 +113,7 @@ class OverlapSound(Stage):
 
     def check(self, session: Session) -> None:
         for clip in (self.before, self.after):
-            say(session, clip.said if clip else ())
+            say(session, clip.footage.missing if clip else ())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         (call,) = self.needs(session.config)
@@ -140,10 +122,10 @@ class OverlapSound(Stage):
         with watch.stage(self.name):
             waveform = np.zeros((2, end), np.float32)
             if self.before:
-                heard = self.before.sound(rate)[:, : round(self.before.heard_s * rate)]
+                heard = self.before.footage.sound(rate)[:, : round(self.before.heard_s * rate)]
                 waveform[:, max(start - heard.shape[1], 0) : start] = heard[:, -start:]
             if self.after:  # a clip of these frames alone may have a sample less
-                heard = self.after.sound(rate)[:, : end - stop]
+                heard = self.after.footage.sound(rate)[:, : end - stop]
                 waveform[:, stop : stop + heard.shape[1]] = heard
             latent = encode_sound(session, call, waveform[None], rate)
         finite(self.name, latent=latent)
@@ -183,12 +165,14 @@ class Join(JoinFrames):
             return
         with watch.stage(self.name):
             given = [clip for clip in (self.before, self.after) if clip and clip.info.has_sound]
-            rate = given[0].rate if given else state.sample_rate
+            rate = given[0].footage.rate if given else state.sample_rate
             start, stop, end = self.seam.cuts(self.fps, rate)
             made = resample(state.waveforms, state.sample_rate, rate)
             made = np.pad(made, ((0, 0), (0, 0), (0, max(end - made.shape[2], 0))))[..., :end]
             none = np.zeros((2, 0), np.float32)
-            sides = [clip.sound(rate) if clip else none for clip in (self.before, self.after)]
+            sides = [
+                clip.footage.sound(rate) if clip else none for clip in (self.before, self.after)
+            ]
             if self.before:
                 sides[0] = sides[0][:, : round(self.before.heard_s * rate)]
             joined = [join_sound(one, sides[0], sides[1], start, stop, rate) for one in made]
@@ -216,8 +200,11 @@ class Splice(FramesStage):
         if not self.heard or state.waveforms is None or state.sample_rate is None:
             return
         with watch.stage(self.name):
-            rate = self.clip.rate
-            source, made = self.clip.sound(rate), resample(state.waveforms, state.sample_rate, rate)
+            rate = self.clip.footage.rate
+            source, made = (
+                self.clip.footage.sound(rate),
+                resample(state.waveforms, state.sample_rate, rate),
+            )
             first = round(self.video.start / self.clip.info.fps * rate)
             made = made[..., : max(source.shape[1] - first, 0)]
             after = source.shape[1] - first - made.shape[2]

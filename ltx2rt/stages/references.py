@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.media.video import read_mask, video_info
+from ltx2rt.errors import InputError
+from ltx2rt.media.footage import Footage
+from ltx2rt.media.images import fit
 from ltx2rt.models.geometry import Geometry, pack_video, pixel_frames, video_positions
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -48,8 +50,8 @@ class Reference(Conditioning):
 
     def check(self, session: Session) -> list[str]:
         self._weights()
-        path, used, fps = self.source.path, self.source.num_frames, float(self.clip.fps)
-        info = video_info(path, self.source.flag, self.num_frames)
+        file, used, fps = self.source.footage, self.source.num_frames, float(self.clip.fps)
+        path, info = file.path, file.info
         found = [f"{path}: {sentence}" for sentence in info.said()]
         if used < self.num_frames:
             found.append(
@@ -85,10 +87,34 @@ class Reference(Conditioning):
         g, scale = self.source.geometry, np.float32(self.attention)
         if self.mask is not None:
             grid = (g.frames, g.rows, g.columns)
-            flag, size = "--conditioning-attention-mask", self.clip.size_px
-            seen = read_mask(self.mask, flag, self.num_frames, size, grid, self.source.resize)
-            return seen.ravel() * scale
+            mask = Footage.read(self.mask, "--conditioning-attention-mask", self.num_frames)
+            mask = replace(mask.part(0, self.num_frames), resize=self.source.footage.resize)
+            return brightness(mask, self.clip.size_px, grid).ravel() * scale
         return np.full(g.num_video_tokens, scale) if self.attention < 1 else None
+
+
+def brightness(video: Footage, size_px: tuple[int, int], grid: tuple[int, int, int]) -> np.ndarray:
+    """Weight of each token of a reference: the brightness of a video, f32[frames, rows,
+    columns] in [0, 1].
+
+    Its frames, scaled to cover size_px (height, width) and cropped, averaged over colours and over
+    the pixels of each cell of `grid`; its first frame is the mask's first, each other one the mean
+    of as many frames. Raises InputError if these do not divide.
+    """
+    frames, rows, columns = grid
+    height, width = size_px
+    count = len(video.taken)
+    if (count - 1) % max(frames - 1, 1) or count < frames:
+        raise InputError(
+            f"{video.flag}: {video.path} has {count} frames, expected {frames} or more, of which "
+            f"all but the first divide by {frames - 1}; give it as many as the reference"
+        )
+    cells = np.empty((count, rows, columns), np.float32)
+    for cell, pixels in zip(cells, video.frames(), strict=True):
+        grey = ((fit(pixels, width, height).mean(0) + 1) / 2).clip(0, 1)
+        cell[:] = grey.reshape(rows, height // rows, columns, width // columns).mean((1, 3))
+    later = cells[1:].reshape(frames - 1, -1, rows, columns).mean(1) if frames > 1 else cells[:0]
+    return np.concatenate([cells[:1], later])
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import Resize, read_rgb, readable
 from ltx2rt.media.mp4 import to_rgb8
-from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.stages.inset import lasting
 from ltx2rt.stages.source_video import SourceVideo
@@ -53,18 +52,21 @@ class Region:
         """Refuse a mask that is not of the clip's size, or shorter. Raises InputError."""
         if self.path is None or readable(self.path):
             return
-        info = video_info(self.path, FLAG, self.num_frames)
-        if info.num_frames < self.num_frames:
+        if (count := self._video.info.num_frames) < self.num_frames:
             raise InputError(
-                f"{FLAG}: {self.path} has {info.num_frames} frames, the clip has "
-                f"{self.num_frames}; pass an image, or as many frames"
+                f"{FLAG}: {self.path} has {count} frames, the clip has {self.num_frames}; pass an "
+                "image, or as many frames"
             )
+
+    @property
+    def _video(self) -> Footage:
+        assert self.path is not None, "a region without a file is a box"
+        return Footage.read(self.path, FLAG, self.num_frames)
 
     def _drawn(self) -> Iterator[np.ndarray]:
         """bool[H, W] of the mask for each frame: white, and grown."""
         if self.path and not readable(self.path):
-            frames = read_frames(self.path, FLAG, self.num_frames)
-            yield from map(self._grown, islice(frames, self.start, None))
+            yield from map(self._grown, self._video.part(self.start, self.num_frames).frames())
             return
         if self.path:
             pixels = read_rgb(self.path, FLAG)

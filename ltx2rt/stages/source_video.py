@@ -9,15 +9,14 @@ import itertools
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import to_codes, to_model
-from ltx2rt.media.images import Resize, contain, fit
-from ltx2rt.media.video import read_frames, video_info
+from ltx2rt.media.images import contain, fit
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -28,30 +27,26 @@ from ltx2rt.stages.tiling import Span, Tiling
 
 @dataclass(frozen=True)
 class SourceVideo(Stage):
-    """The first frames of a file, up to the geometry's number, resized to cover its size and
+    """The first frames of the footage, up to the geometry's number, resized to cover its size and
     cropped.
 
-    tiling: `plan_encoder_tiles`. flag: that names the file. stride: after the first two frames
-    every `stride`-th. inset: the place of the file's pictures in the clip's; without, they are
-    scaled to cover it. window: frames of the file that are encoded, of more. resize: as of
-    `VideoInfo`. A file that ends earlier repeats its last frame, up to the next latent. space: of
-    `media.hdr.SPACES`, of a folder of EXR images.
+    tiling: `plan_encoder_tiles`. stride: after the first two frames every `stride`-th. inset: the
+    place of the file's pictures in the clip's; without, they are scaled to cover it. A file that
+    ends earlier repeats its last frame, up to the next latent. space: of `media.hdr.SPACES`, of a
+    folder of EXR images.
     """
 
-    path: Path
+    footage: Footage
     geometry: Geometry
     tiling: Tiling
-    flag: str = "--video-path"
     stride: int = 1
     inset: Inset | None = field(default=None, kw_only=True)
-    window: range | None = field(default=None, kw_only=True)
-    resize: Resize | None = field(default=None, kw_only=True)
     space: str | None = field(default=None, kw_only=True)
     name = "source video"
 
     @property
     def start(self) -> int:
-        return self.window.start if self.window else 0
+        return self.footage.taken.start
 
     @property
     def num_frames(self) -> int:
@@ -70,18 +65,13 @@ class SourceVideo(Stage):
         return (1, 3, pixel_frames(t.stop - t.start, g.time_factor), rows, columns)
 
     def check(self, session: Session) -> None:
-        info = video_info(self.path, self.flag)
-        if info.num_frames - self.start <= self.num_frames - self.geometry.time_factor:
-            raise InputError(
-                f"{self.flag}: {self.path} has {info.num_frames} frames, {self.num_frames} are "
-                "read; pass a longer one"
-            )
-        over = info.num_frames - self.num_frames
-        if over > 0 and not self.inset and not self.window:
-            say(
-                session,
-                [f"{self.path}: the last {over} of its {info.num_frames} frames are left out"],
-            )
+        file, count = self.footage, self.footage.info.num_frames
+        if count - self.start <= self.num_frames - self.geometry.time_factor:
+            found = f"{file.path} has {count} frames, {self.num_frames} are read"
+            raise InputError(f"{file.flag}: {found}; pass a longer one")
+        over = count - self.num_frames
+        if over > 0 and not self.inset and not file.window:
+            say(session, [f"{file.path}: the last {over} of its {count} frames are left out"])
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         with watch.stage(self.name):
@@ -110,10 +100,7 @@ class SourceVideo(Stage):
 
     def shown(self) -> Iterator[np.ndarray]:
         """The file's own frames from the first one on, up to the last that is encoded or there."""
-        count = min(video_info(self.path, self.flag).num_frames, self.start + self.num_frames)
-        return itertools.islice(
-            read_frames(self.path, self.flag, count, False, self.resize), self.start, None
-        )
+        return self.footage.part(self.start, self.start + self.num_frames).frames()
 
     def encode(self, session: Session, watch: Stopwatch) -> np.ndarray:
         """The normalised latents, f32[1, C, f, h, w]."""

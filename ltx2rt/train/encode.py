@@ -14,7 +14,6 @@ import numpy as np
 from ltx2rt.media.images import bicubic, read_rgb
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.sound import read_sound, write_wav
-from ltx2rt.media.video import read_frames
 from ltx2rt.models import connectors
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
@@ -29,9 +28,8 @@ from ltx2rt.stages.stage import MODALITIES, State
 from ltx2rt.stages.text import Text
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.train import precomputed
-from ltx2rt.train.data import IMAGES
 from ltx2rt.train.manifest import read_arrays, sample_path
-from ltx2rt.train.pieces import ClipPiece, facts_of
+from ltx2rt.train.pieces import ClipPiece, footage_of, is_still
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,13 @@ class Piece(SourceVideo):
         return bicubic(pixels, width, height, self.place)
 
     def pictures(self) -> Iterator[np.ndarray]:
-        if self.path.suffix.lower() in IMAGES:
-            pixels = read_rgb(self.path, self.flag)
+        file = self.footage
+        if is_still(file.path):
+            pixels = read_rgb(file.path, file.flag)
             yield from (pixels for _ in self.frames)
             return
         at = 0  # place in self.frames, which rise; one may come twice
-        for i, pixels in enumerate(read_frames(self.path, self.flag, self.frames[-1] + 1)):
+        for i, pixels in enumerate(file.part(0, self.frames[-1] + 1).frames()):
             while at < len(self.frames) and self.frames[at] == i:
                 yield pixels
                 at += 1
@@ -84,7 +83,8 @@ def latents_of(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, 
     def piece(path: Path, size: Geometry, frames: tuple[int, ...]) -> Piece:
         grid = (size.frames, size.rows, size.columns)
         tiling = plan_encoder_tiles(job.tiling, grid, session.config.video_vae)
-        return Piece(path, size, tiling, job.name, frames=frames, place=job.place)
+        file = footage_of(path, job.name)
+        return Piece(file, size, tiling, frames=frames, place=job.place)
 
     if clip.video is not None:
         found["video"] = piece(clip.video, g, job.frames).encode(session, watch)[0]
@@ -93,7 +93,7 @@ def latents_of(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, 
         size = job.geometry(session.config, job.reference)
         found["reference"] = piece(clip.reference, size, frames).encode(session, watch)[0]
     if clip.mask is not None:
-        last = len(facts_of(clip.mask, job.name).times_s) - 1  # a still covers the whole clip
+        last = footage_of(clip.mask, job.name).info.num_frames - 1  # a still covers the whole clip
         found["mask"] = _mask(piece(clip.mask, g, tuple(min(i, last) for i in job.frames)))
     sounds = {"audio": job.sound, "audio_reference": clip.audio_reference}
     for name, path in sounds.items():

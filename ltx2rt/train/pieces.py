@@ -17,9 +17,10 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import read_rgb
 from ltx2rt.media.sound import read_sound
-from ltx2rt.media.video import video_info
+from ltx2rt.media.video import VideoInfo
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.stages.noise import uniform
@@ -107,13 +108,22 @@ class Facts:
 def facts_of(path: Path, name: str, fps: Fraction | None = None) -> Facts:
     """Decode a file's frames once and return its facts. fps: to which a variable rate is brought.
     Raises InputError."""
-    if path.suffix.lower() in IMAGES:
-        height, width = read_rgb(path, name).shape[:2]
-        return Facts(width, height, (Fraction(0),), FPS, False)
-    info = video_info(path, name)
+    info = footage_of(path, name).info
     said = tuple(f"{name}: {sentence}" for sentence in info.said(fps))
     times = tuple(i / info.fps for i in range(info.num_frames))
     return Facts(info.width, info.height, times, info.fps, info.has_sound, said)
+
+
+def is_still(path: Path) -> bool:
+    return path.suffix.lower() in IMAGES
+
+
+def footage_of(path: Path, name: str) -> Footage:
+    """A sample's file, a still as one frame. Raises InputError."""
+    if not is_still(path):
+        return Footage.read(path, name)
+    height, width = read_rgb(path, name).shape[:2]
+    return Footage(path, name, VideoInfo(width, height, 1, FPS, 0, False, (Fraction(0),)))
 
 
 def checked(

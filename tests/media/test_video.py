@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, wide_to_709
 from ltx2rt.media.mp4 import HLG, PQ, write_mp4
 from ltx2rt.media.sound import write_wav
-from ltx2rt.media.video import VideoInfo, read_frames, read_mask, video_info
+from ltx2rt.media.video import VideoInfo, read_frames, video_info
+from ltx2rt.stages.references import brightness
 from tests.conftest import refused
 
 FLAG = "--video-path"
@@ -214,18 +216,18 @@ def test_what_is_no_video_is_refused(tmp_path):
 def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
     """As torch's area interpolation and mean give it; cells of 16 px."""
     frames = write(tmp_path / "a.mov", codec="png")
-    found = read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (3, 2, 3))
+    found = brightness(Footage.read(tmp_path / "a.mov", FLAG, 17), (32, 48), (3, 2, 3))
     grey = torch.from_numpy(frames).double().mean(-1)[:, None] / 255
     cells = torch.nn.functional.interpolate(grey, size=(2, 3), mode="area")[:, 0]
     expected = torch.cat([cells[:1], cells[1:].unflatten(0, (2, 8)).mean(1)])
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, expected.numpy(), atol=1e-6)
-    first = read_mask(tmp_path / "a.mov", FLAG, 17, (32, 48), (1, 2, 3))
+    first = brightness(Footage.read(tmp_path / "a.mov", FLAG, 17), (32, 48), (1, 2, 3))
     np.testing.assert_array_equal(first, found[:1])
     for count, tokens in ((1, 2), (12, 3), (5, 9)):
         write(tmp_path / "b.mov", range(0, 10 * count, 10), codec="png")
         with refused(rf"b\.mov has {count} frames?, expected {tokens} or more"):
-            read_mask(tmp_path / "b.mov", FLAG, 17, (32, 48), (tokens, 2, 3))
+            brightness(Footage.read(tmp_path / "b.mov", FLAG, 17), (32, 48), (tokens, 2, 3))
 
 
 def test_what_reading_leaves_out_is_said(tmp_path):

@@ -6,10 +6,11 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import fit
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.splice import Seam, join_frames, join_sound
-from ltx2rt.media.video import read_frames, video_info
+from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry, pack_audio
 from ltx2rt.pipelines.extend import Extend
 from ltx2rt.run.plan import make_plan
@@ -206,7 +207,7 @@ def test_a_tone_goes_through_both_seams():
 def test_silence_at_the_end_of_a_file_is_not_continued(tmp_path, silent_s):
     """As much of it as a model's own clips have, 0.03 s."""
     file = write(tmp_path / "clip.mp4", 24, sound_s=1 - silent_s)
-    clip = WholeClip(file, video_info(file, ""), "--video-path")
+    clip = WholeClip(Footage.read(file, "--video-path"))
     expected = {0: 1, 0.03: 0.97, 0.5: 1}[silent_s]
     assert abs(clip.heard_s - expected) <= 0.0101  # two blocks, of which one is AAC's echo
 

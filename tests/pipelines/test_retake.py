@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 
 from ltx2rt.media import hdr
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
@@ -88,7 +90,8 @@ def direct_masks(num_frames, size, fps, start, end):
 )
 def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     info = VideoInfo(96, 64, 41, fps, 0, True, (Fraction(0),))
-    request = Retake("a fox", start_time=region[0], end_time=region[1], info=info)
+    source = Footage(Path("a.mp4"), "", info)
+    request = Retake("a fox", start_time=region[0], end_time=region[1], source=source)
     geometry = Geometry.of(opened.resident.config, 96, 64, 41, fps)
     expected = direct_masks(41, (96, 64), fps, *region)
     for m, mask in request.masks(geometry).items():
@@ -100,12 +103,14 @@ def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     assert (100 * start, 100 * end) == pytest.approx((max(4 * sound[0] - 3, 0), 4 * sound[-1] + 1))
     assert request.masks(geometry).keys() == {"video", "audio"}
     assert replace(request, keep="audio").masks(geometry).keys() == {"video"}
-    assert replace(request, info=replace(info, has_sound=False)).masks(geometry).keys() == {"video"}
+    silent = replace(source, info=replace(info, has_sound=False))
+    assert replace(request, source=silent).masks(geometry).keys() == {"video"}
 
 
 def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
     info = VideoInfo(64, 64, 17, Fraction(24), 0, True, (Fraction(0),))
-    request = Retake("a fox", start_time=0.5, end_time=0.7, info=info, num_frames=17)
+    source = Footage(Path("a.mp4"), "", info)
+    request = Retake("a fox", start_time=0.5, end_time=0.7, source=source, num_frames=17)
     geometry = Geometry.of(opened.resident.config, 64, 64, 17, Fraction(24))
     assert request.made_anew(geometry) == (range(9, 17), (pytest.approx(0.49), 17 / 24))
 

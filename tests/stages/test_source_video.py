@@ -9,6 +9,7 @@ import torch
 from diffusers import AutoencoderKLLTX2Video
 
 import ltx2rt
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import fit
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.video import read_frames
@@ -61,7 +62,7 @@ def source(session, file, num_frames=NUM_FRAMES, tiles="off", **how):
     g = Geometry.of(session.config, WIDTH, HEIGHT, num_frames, 24)
     if isinstance(tiles, str):
         tiles = plan_encoder_tiles(tiles, (g.frames, g.rows, g.columns), session.config.video_vae)
-    return SourceVideo(file, g, tiles, **how)
+    return SourceVideo(Footage.read(file, "--video-path"), g, tiles, **how)
 
 
 def run(session, stage):
@@ -132,8 +133,8 @@ def test_every_other_frame_after_the_first(session, file, vae):
 def test_a_longer_file_is_cut_with_a_note_and_a_shorter_one_refused(session, file, capsys):
     source(session, file).check(session)
     assert "the last 3 of its 36 frames are left out" in capsys.readouterr().err
-    with refused(r"--reference: .*a\.mp4 has 36 frames, 49 are read; pass a longer one"):
-        source(session, file, 49, flag="--reference").check(session)
+    with refused(r"--video-path: .*a\.mp4 has 36 frames, 49 are read; pass a longer one"):
+        source(session, file, 49).check(session)
 
 
 @pytest.mark.parametrize(

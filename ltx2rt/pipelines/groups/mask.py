@@ -10,7 +10,7 @@ from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
-from ltx2rt.media.video import VideoInfo
+from ltx2rt.media.footage import Footage
 from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.region import Region
 
@@ -73,22 +73,22 @@ class Mask(Group):
                 "pixel or more within the clip"
             )
 
-    def padded(self, info: VideoInfo) -> tuple[int, int]:
+    def padded(self, source: Footage) -> tuple[int, int]:
         """Width and height of a clip with the border."""
-        left, top, right, bottom = self.pad
-        return info.width + left + right, info.height + top + bottom
+        (width, height), (left, top, right, bottom) = source.size, self.pad
+        return width + left + right, height + top + bottom
 
-    def region(self, info: VideoInfo, num_frames: int, start: int = 0) -> Region:
+    def region(self, source: Footage, num_frames: int, start: int = 0) -> Region:
         if self.mask_box:
             left, top, width, height = self.mask_box
-            columns, rows = info.resize.given if info.resize else (info.width, info.height)
+            columns, rows = source.info.width, source.info.height
             if left + width > columns or top + height > rows:
                 raise InputError(
                     f"--mask-box: {left},{top},{width},{height} reaches beyond the clip, which is "
                     f"{columns}x{rows}"
                 )
-        size, own = (info.height, info.width), (self.pad, self.mask_box, info.resize, start)
-        return Region(self.mask, size, num_frames, self.mask_grow, *own)
+        how = {"pad": self.pad, "box": self.mask_box, "resize": source.resize, "start": start}
+        return Region(self.mask, source.size[::-1], num_frames, self.mask_grow, **how)
 
     def black(self) -> InputError:
         lies = f"{self.mask} is black" if self.mask else "--fit crop cuts it off"

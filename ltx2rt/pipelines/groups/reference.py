@@ -9,12 +9,11 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
-from ltx2rt.media.video import video_info
+from ltx2rt.media.footage import Footage
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.groups.size import check_step
 from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.inset import Inset
 from ltx2rt.stages.references import Reference
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
@@ -70,7 +69,6 @@ class ReferenceClip(SourceClip):
         reference does not divide the clip, it reaches over its edge."""
         scale = 1 if number else request.factor(model)
         clip = request.geometry(model, scale)
-        spec = ReferenceSpec(self.path, self.reference_strength)
         factors = reference_factors(lora.path for lora in loras.user)
         height, width = (-(-n // factors[0]) * clip.space_factor for n in (clip.rows, clip.columns))
         tiling = "off" if height * width <= self.whole_px else options.vae_tiling
@@ -78,9 +76,8 @@ class ReferenceClip(SourceClip):
         around = int(height * unit), int(width * unit)
         inset = Inset(own, around, mirrored=request.mirrored) if around != own else None
         return reference(
-            spec, request.num_frames, FLAG, clip, model, factors, tiling, number,
+            self.found, self.reference_strength, clip, model, factors, tiling, number,
             inset=inset, whole=pixel_frames(clip.frames, clip.time_factor),
-            resize=self.found.resize,
         )  # fmt: skip
 
 
@@ -97,9 +94,8 @@ def references_of(request: Any, model: ModelConfig, loras: tuple[LoraSpec, ...])
 
 
 def reference(
-    spec: ReferenceSpec,
-    num_frames: int,
-    flag: str,
+    footage: Footage,
+    strength: float,
     clip: Geometry,
     model: ModelConfig,
     factors: tuple[int, int],
@@ -110,13 +106,13 @@ def reference(
     whole: int = 0,
     **how: Any,
 ) -> Reference:
-    """A file's frames, up to num_frames, as reference of a stage. factors: as `references_of`;
-    whole: frames to which its last one is repeated; how: more fields of `SourceVideo`."""
+    """A file's frames as reference of a stage. factors: as `references_of`; whole: frames to which
+    its last one is repeated; how: more fields of `SourceVideo`."""
     downscale, stride = factors
-    found = whole or video_info(spec.path, flag, num_frames).num_frames
+    found = whole or footage.info.num_frames
     frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
     rows, columns = (-(-n // downscale) for n in (clip.rows, clip.columns))
     own = replace(clip, frames=frames, rows=rows, columns=columns)
     tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
-    source = SourceVideo(spec.path, own, tiles, flag, stride, **how)
-    return Reference(source, clip, number, spec.strength, downscale, attention, mask)
+    source = SourceVideo(footage, own, tiles, stride, **how)
+    return Reference(source, clip, number, strength, downscale, attention, mask)

@@ -17,6 +17,7 @@ from typing import Any
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.splice import Seam
 from ltx2rt.media.video import VideoInfo
 from ltx2rt.pipelines.groups.group import Group
@@ -171,7 +172,7 @@ class Segments(Group):
             path = folder / f"{number - 1:04d}.mov"
             info = VideoInfo(0, 0, len(span), request.fps, 0, request.heard, (Fraction(0),))
             own = {"origin": origin, "wide": bool(request.high_range)}
-            found.append(SegmentFile(path, info, "a segment", start, **own))
+            found.append(SegmentFile(Footage(path, "a segment", info), start, **own))
         return found
 
     def made(self, request: Any) -> tuple[str, ...]:
@@ -329,7 +330,9 @@ class Segments(Group):
         spans, prompts = self.spans(request), (request.prompt, *self.segment_prompts)
         start, end = spans[i].start, spans[i].stop
         new = range(start if i == 0 else spans[i - 1].stop, end)
-        given: dict[str, Any] = {"window": spans[i]} if request.has(SourceClip) else {}
+        given: dict[str, Any] = {}
+        if request.has(SourceClip):
+            given["source"] = replace(request.source, window=spans[i])
         if request.has(Images):
             images = [image for image in request.images if image.frame in new]
             given["images"] = tuple(replace(image, frame=image.frame - start) for image in images)

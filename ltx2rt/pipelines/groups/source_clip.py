@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import FITS, Resize
-from ltx2rt.media.video import VideoInfo, video_info
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.pipelines.groups.size import Duration, Length, Pixels, Size, parse_fps
 from ltx2rt.session.options import ModelOptions
@@ -37,7 +37,7 @@ def of_the_file(type_: type, name: str) -> Any:
 
 @dataclass(frozen=True)
 class SourceClip(Duration):
-    """info: of the file, once resolved. window: the frames that the model sees, None: all."""
+    """source: the file, once resolved, with the frames that the model sees."""
 
     whole: ClassVar[bool] = False
 
@@ -54,26 +54,27 @@ class SourceClip(Duration):
     seconds: float | None = of_the_file(Length, "seconds")
     fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS, marks="command")
     auto_duration: tuple[float, ...] | None = of_the_file(Length, "auto_duration")
-    info: VideoInfo | None = field(default=None, repr=False)
-    window: range | None = field(default=None, repr=False)
+    source: Footage | None = field(default=None, repr=False)
 
     def measured(self, request: Any) -> dict[str, Any]:
         if self.video_path is None or not self.video_path.is_file():
             return {}
-        info = read_clip(self.video_path, FLAG)
-        return {"info": info, "num_frames": info.num_frames, "fps": info.fps}
+        source = read_clip(self.video_path, FLAG)
+        return {"source": source, "num_frames": source.info.num_frames, "fps": source.info.fps}
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         """Size, length and rate of the file, which is read whole, once, with a border."""
-        info, (left, top, right, bottom) = self.info, getattr(request, "pad", (0, 0, 0, 0))
-        if info is None:
-            info = read_clip(self.path, FLAG)
+        source, (left, top, right, bottom) = self.source, getattr(request, "pad", (0, 0, 0, 0))
+        if source is None:
+            source = read_clip(self.path, FLAG)
             if self.fps:
-                times_s = tuple(i / self.fps for i in range(info.num_frames))
-                info = replace(info, fps=self.fps, times_s=times_s)
-        info = request[FileSize].sized(info, (left + right, top + bottom))
-        size = {"width": info.width + left + right, "height": info.height + top + bottom}
-        return {"info": info, "num_frames": info.num_frames, "fps": info.fps, **size}
+                times_s = tuple(i / self.fps for i in range(source.info.num_frames))
+                info = replace(source.info, fps=self.fps, times_s=times_s)
+                source = replace(source, info=info)
+        source = request[FileSize].sized(source, (left + right, top + bottom))
+        (width, height), info = source.size, source.info
+        size = {"width": width + left + right, "height": height + top + bottom}
+        return {"source": source, "num_frames": info.num_frames, "fps": info.fps, **size}
 
     def check(self, request: Any) -> None:
         super().check(request)
@@ -81,7 +82,7 @@ class SourceClip(Duration):
             raise InputError(
                 f"{FLAG}: none, but the {request.name} pipeline starts from a clip; pass one"
             )
-        if self.fps is not None and self.info is None and not self.path.is_dir():
+        if self.fps is not None and self.source is None and not self.path.is_dir():
             raise InputError(f"--fps: {DECIDES}")
 
     def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
@@ -91,7 +92,8 @@ class SourceClip(Duration):
             size = f"{request.width}x{request.height}, {request.num_frames} frames"
             yield f"{size}: made as {width}x{height}, {frames}, given back as it was"
         yield from (f"{self.path}: {sentence}" for sentence in self.found.said())
-        over = self.found.sound_s - float(self.found.num_frames / self.found.fps)
+        info = self.found.info
+        over = info.sound_s - float(info.num_frames / info.fps)
         if over > 0.5:  # more than a codec adds
             yield f"{self.path}: its sound is cut where its pictures end, {over:.3g} s earlier"
 
@@ -101,15 +103,9 @@ class SourceClip(Duration):
         return self.video_path
 
     @property
-    def found(self) -> VideoInfo:
-        assert self.info is not None, "the request is not resolved"
-        return self.info
-
-    @property
-    def start_s(self) -> float:
-        """Time in the file of the first frame that the model sees."""
-        first = self.window.start if self.window else 0
-        return float(self.found.times_s[0] + first / self.found.fps)
+    def found(self) -> Footage:
+        assert self.source is not None, "the request is not resolved"
+        return self.source
 
     def video(
         self, request: Any, model: ModelConfig, options: ModelOptions,
@@ -118,16 +114,17 @@ class SourceClip(Duration):
         """The frames that the model sees. kind: of the stage; how: more of its fields."""
         full = request.geometry(model)
         tiles = plan_encoder_tiles(options.vae_tiling, full.grid, model.video_vae)
-        how |= {"inset": request.inset(model), "resize": self.found.resize, "window": self.window}
-        return kind(self.path, full, tiles, **how)
+        return kind(self.found, full, tiles, inset=request.inset(model), **how)
 
     def sound(
         self, request: Any, model: ModelConfig, whole: bool = False, **how: Any
     ) -> SourceSound:
         """The sound of these frames, or of the whole file. how: more fields of the stage."""
-        seen = replace(request, window=range(request.num_frames)) if whole else request
+        seen = request
+        if whole:
+            seen = replace(request, source=replace(self.found, window=range(request.num_frames)))
         how = {"num_videos": request.num_videos, "fit": "zeros", "record": "source.audio", **how}
-        return SourceSound(self.path, seen.geometry(model), seen[SourceClip].start_s, **how)
+        return SourceSound(self.path, seen.geometry(model), seen.source.start_s, **how)
 
 
 @dataclass(frozen=True)
@@ -157,24 +154,23 @@ class FileSize(Pixels):
                 "--fit: the clip keeps its size; add --width and --height, or leave it out"
             )
 
-    def sized(self, info: VideoInfo, border: tuple[int, int] = (0, 0)) -> VideoInfo:
-        """The clip's facts at the size asked for, with a border of so many columns and rows."""
+    def sized(self, source: Footage, border: tuple[int, int] = (0, 0)) -> Footage:
+        """The clip at the size asked for, with a border of so many columns and rows."""
         sides = zip((self.width, self.height), border, strict=True)
         asked = [side and side - more for side, more in sides]
         if not any(asked):
-            return info
-        width = asked[0] or round(asked[1] * info.width / info.height / 2) * 2
-        height = asked[1] or round(asked[0] * info.height / info.width / 2) * 2
-        if (width, height) == (info.width, info.height):
-            return info
+            return source
+        given = source.info.width, source.info.height
+        width = asked[0] or round(asked[1] * given[0] / given[1] / 2) * 2
+        height = asked[1] or round(asked[0] * given[1] / given[0] / 2) * 2
+        if (width, height) == given:
+            return replace(source, resize=None)
         if min(width, height) < 2:
             raise InputError(f"--width: {width}x{height} are left for the clip; make it larger")
-        resize = Resize(width, height, self.fit or "pad", (info.width, info.height))
-        facts = {"resize": resize, "ignored": (*info.ignored, resize.said)}
-        return replace(info, width=width, height=height, **facts)
+        return replace(source, resize=Resize(width, height, self.fit or "pad", given))
 
 
-def read_clip(path: Path, flag: str) -> VideoInfo:
-    """Facts of a file, read whole once. Raises InputError for one that cannot be read."""
-    info = video_info(path, flag)
-    return replace(info, fps=parse_fps(info.fps))
+def read_clip(path: Path, flag: str) -> Footage:
+    """A file, read whole once. Raises InputError for one that cannot be read."""
+    source = Footage.read(path, flag)
+    return replace(source, info=replace(source.info, fps=parse_fps(source.info.fps)))
