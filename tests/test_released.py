@@ -1,11 +1,19 @@
 """LTX-2.5 as people have it: the folders of the release, with which files side by side."""
 
+from unittest.mock import ANY
+
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.estimate import Devices, estimate
+from ltx2rt.session.open import open_session, opened_checkpoint
+from ltx2rt.session.options import ModelOptions
 from ltx2rt.weights.checkpoint import open_checkpoint
+from tests.conftest import assert_same, denoised, refused
 from tests.parity import relative_l2
-from tests.released import BASE, path_of
+from tests.released import BASE, FORMS, path_of
 
 MATRIX = "model.diffusion_model.transformer_blocks.1.attn1.to_q.weight"
 FORM_ERRORS = {"int8": 0.01, "nvfp4": 0.12}  # relative, of a format with that many bits
@@ -33,5 +41,150 @@ def test_int8_text_encoder_is_read(released):
 
 def test_diffusers_repository_is_a_checkpoint(released):
     checkpoint = open_checkpoint(released("diffusers"))
-    assert checkpoint.source("transformer").where.name == "transformer"
+    assert checkpoint.source("transformer").where.name == "transformer_full"
+    assert checkpoint.distilled.where.name == "transformer"
     assert checkpoint.layout == "diffusers"
+
+
+SMALL = (
+    "--backend cuda --device cpu --width 64 --height 64 --num-frames 9 --fps 24 --seed 1".split()
+)
+LATENTS = "latents.safetensors"
+
+
+@pytest.fixture(scope="session")
+def made(command, tmp_path_factory):
+    """made(folder, *flags) -> (latents, stderr) of a small clip."""
+
+    def make(folder, *flags):
+        out = tmp_path_factory.mktemp("clip")
+        words = ["--model", folder, "--prompt", "a fox", "--output", out / "a.mp4"]
+        words += ["--latents-out", out / LATENTS, *SMALL, *flags]
+        status, _, err = command("generate", *words)
+        assert status == 0, err
+        return load_file(out / LATENTS), err
+
+    return make
+
+
+def test_distilled_takes_the_distilled_transformer_beside_dev(released, made):
+    """The numbers of the distilled file alone, whether or not the LoRA is there."""
+    alone, _ = made(released("distilled"), "--pipeline", "distilled")
+    for words in (("dev", "distilled"), ("dev", "distilled", "lora")):
+        found, err = made(released(*words), "--pipeline", "distilled")
+        assert_same(found, alone)
+        name = path_of("distilled").rpartition("/")[2]
+        assert err.count(f"distilled: on the distilled transformer, {name}\n") == 1
+        assert "merged" not in err
+
+
+def test_two_stage_takes_dev_and_then_the_lora_else_the_distilled_transformer(released, made):
+    flags = ("--pipeline", "two-stage", "--steps", "2", "--dtype", "bfloat16")
+    with_lora, _ = made(released("dev", "lora"), *flags)
+    found, err = made(released("dev", "distilled", "lora"), *flags)
+    assert_same(found, with_lora)
+    assert "distilled: merged" in err and "distilled transformer" not in err
+    found, err = made(released("dev", "distilled"), *flags)
+    assert err.count("two-stage: stage 2 on the distilled transformer, ") == 1
+    assert_same(found, with_lora)  # its numbers are those of dev with the LoRA
+
+
+def test_hq_takes_dev_alone_and_then_the_distilled_transformer(released, made):
+    folder, flags = released("dev", "distilled"), ("--pipeline", "hq", "--steps", "2")
+    flags += ("--dtype", "bfloat16")
+    found, err = made(folder, *flags)
+    assert err.count("hq: stage 2 on the distilled transformer, ") == 1
+    lora = ("--distilled-lora", released("lora", base=()) / path_of("lora"))
+    lora += ("--distilled-lora-strength-stage-1", "0", "--distilled-lora-strength-stage-2", "1")
+    assert_same(found, made(folder, *flags, *lora)[0])
+
+
+@pytest.mark.parametrize("flag", ["--distilled-lora", "--lora"])
+def test_distilled_weights_take_no_distilled_lora(released, made, flag):
+    alone = released("distilled")
+    expected, _ = made(alone, "--pipeline", "distilled")
+    lora = released("lora", base=()) / path_of("lora")
+    for folder in (alone, *([released("dev", "distilled")] if flag == "--lora" else [])):
+        found, err = made(folder, "--pipeline", "distilled", flag, lora)
+        assert_same(found, expected)
+        assert err.count(f"{lora}: a distilled LoRA, left out: ") == 1
+
+
+def test_model_chooses_one_file(released, made):
+    folder = released("dev", "distilled", "lora")
+    expected, _ = made(released("dev", "lora"), "--pipeline", "distilled")
+    found, err = made(folder / path_of("dev"), "--pipeline", "distilled")
+    assert_same(found, expected)
+    assert "distilled: merged" in err and "distilled transformer" not in err
+    found, err = made(folder, "--pipeline", "distilled", "--assume", "dev")
+    assert_same(found, expected)
+
+
+def test_a_session_serves_requests_of_both_kinds(released):
+    folder = released("dev", "distilled")
+    session = open_session(ModelOptions("cuda", folder, device="cpu"))
+    clip = {"prompt": "a fox", "width": 64, "height": 64, "num_frames": 9, "fps": 24, "seed": 1}
+    two = ("two-stage", {"steps": 2})
+    kinds = (("distilled", {}), two, ("distilled", {}), two)
+    found = [denoised(session, make_request(name, **clip, **more))[1] for name, more in kinds]
+    assert [key[1] for key in session.weights.held if key[0] == "transformer"] == [(), ANY]
+    for first, later in ((found[0], found[2]), (found[1], found[3])):
+        np.testing.assert_array_equal(first.video, later.video)
+    assert relative_l2(found[0].video, found[1].video) > 0.01
+    session.close()
+
+
+KEPT = {  # by device: the forms of the distilled transformer and of the text encoder
+    "rtx3060": ("nvfp4", "int8"), "rtx4090": ("nvfp4", "int8"), "rtx5090": ("int8", "int8"),
+    "l40s": ("bf16", "bf16"), "h100": ("bf16", "bf16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_the_largest_form_that_a_device_keeps_whole_is_taken_else_the_smallest(
+    released, capsys, kind
+):
+    """Of files of full size; what is kept whole is not streamed at 1920x1088."""
+    forms = [f"distilled {form}" for form in FORMS]
+    folder = released(*forms, "text int8", preset="ltx-2.5", empty=True)
+    devices = Devices(kind)
+    request = make_request(
+        "distilled", prompt="a fox", seed=0, width=1920, height=1088, num_frames=121
+    )
+    found = estimate(ModelOptions("cuda", folder, dtype="bfloat16"), request, devices)
+    transformer, text = KEPT[kind]
+    sources = found.session.checkpoint.sources
+    assert sources["transformer"].where.name == path_of(f"distilled {transformer}").split("/")[1]
+    end = "" if text == "bf16" else " int8"
+    assert sources["gemma"].where.name == path_of(f"text{end}").split("/")[1]
+    said = capsys.readouterr().err
+    name = found.kind.name
+    whole = f"of 3 forms that {name} keeps whole" in said
+    assert whole or f"the smallest of 3 forms, of which {name} keeps none whole" in said
+    assert said.count("\n") == 2 and found.fits
+    streams = found.session.weights.residence.streams
+    assert bool(streams.get("transformer", 0) > 1) == (not whole)
+
+
+@pytest.mark.parametrize("chosen", ["distilled nvfp4", "text int8"])
+def test_a_flag_chooses_the_form(released, capsys, chosen):
+    forms = [f"distilled {form}" for form in FORMS]
+    folder = released(*forms, "text int8")
+    flag = "model" if "nvfp4" in chosen else "text_encoder"
+    asked = ModelOptions("cuda", **{"model": folder, flag: folder / path_of(chosen)}, device="cpu")
+    found = opened_checkpoint(asked)
+    part = "transformer" if flag == "model" else "gemma"
+    assert found.source(part).where == folder / path_of(chosen)
+    assert capsys.readouterr().err.count("forms") == 1  # of the other part
+
+
+@pytest.mark.parametrize("names", [("a-dev", "b-dev"), ("dev", "again-dev-v2-bf16")])
+def test_other_models_are_no_forms(released, tmp_path, names):
+    """Neither those of other names, nor two files of one size."""
+    folder = released("dev")
+    made = folder / path_of("dev")
+    for name in names:
+        (made.parent / f"{name}.safetensors").symlink_to(made.resolve())
+    made.unlink()
+    with refused("2 candidates for the checkpoint: .*; choose with --model FILE"):
+        open_checkpoint(folder)

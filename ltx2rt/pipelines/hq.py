@@ -16,7 +16,7 @@ from ltx2rt.pipelines.groups.sound import SoundFrom
 from ltx2rt.pipelines.groups.steps import Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.pipelines.request import Loras, Request
-from ltx2rt.session.options import NO_LORA, ModelOptions
+from ltx2rt.session.options import NO_LORA, DistilledWeights, LoraSpec, ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import Stage
 
@@ -58,13 +58,18 @@ class HQ(Request):
             )
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """Stage 1's schedule shifts by its own tokens; the distilled LoRA is merged last."""
+        """Stage 1's schedule shifts by its own tokens; the distilled LoRA is merged last.
+        A distilled transformer in place of the LoRA is of stage 2 alone."""
         assert loras.distilled, "the request is not resolved"
         tokens = self.geometry(model, self.factor(model)).num_video_tokens
-        weak = replace(loras.distilled, strength=self.distilled_lora_strength_stage_1)
-        strong = replace(loras.distilled, strength=self.distilled_lora_strength_stage_2)
-        first = {"sigmas": shifted_sigmas(self.steps, tokens), "loras": (*loras.of("stage1"), weak)}
-        second = {"loras": (*loras.of("stage2"), strong)}
+        weak: tuple[LoraSpec, ...] = ()
+        strong: tuple[LoraSpec, ...] = loras.extra
+        if not isinstance(loras.distilled, DistilledWeights):
+            weak = (replace(loras.distilled, strength=self.distilled_lora_strength_stage_1),)
+            strong = (replace(loras.distilled, strength=self.distilled_lora_strength_stage_2),)
+        sigmas = shifted_sigmas(self.steps, tokens)
+        first = {"sigmas": sigmas, "loras": (*loras.of("stage1"), *weak)}
+        second = {"loras": (*loras.of("stage2"), *strong)}
         return self.in_two_passes(model, options, loras, first, second, sampler="res2s")
 
 

@@ -28,7 +28,15 @@ from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.steps import Skips
 from ltx2rt.pipelines.groups.text import PromptsByTime
-from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions, existing, existing_file, plain
+from ltx2rt.session.options import (
+    NO_LORA,
+    DistilledWeights,
+    LoraSpec,
+    ModelOptions,
+    existing,
+    existing_file,
+    plain,
+)
 from ltx2rt.stages.conditioning import Conditioning, GivenLatents
 from ltx2rt.stages.denoise import Denoise, Noise
 from ltx2rt.stages.duration import Duration
@@ -53,11 +61,13 @@ NO_CHANGE: Mapping[str, Any] = {}
 @dataclass(frozen=True)
 class Loras:
     """user: in the order given; distilled: what the pipeline merges last where it wants it, None if
-    it has none; text: LoRAs that change the text encoder or its connectors."""
+    it has none; text: LoRAs that change the text encoder or its connectors; idle: distilled ones
+    that flags name and that distilled weights do not take."""
 
     user: tuple[LoraSpec, ...] = ()
     distilled: LoraSpec | None = None
     text: tuple[LoraSpec, ...] = ()
+    idle: tuple[LoraSpec, ...] = ()
 
     @property
     def extra(self) -> tuple[LoraSpec, ...]:
@@ -513,12 +523,17 @@ def distilled_lora(
     """The distilled LoRA of a request that is `fitted`.
 
     Pipelines of distilled steps ("optional") merge it into dev weights, and into weights of unknown
-    kind if one is near. Raises InputError where one is needed and there is none, or several fit.
+    kind if one is near; a distilled transformer near dev weights takes its place, also where one is
+    "needed" and none is near. Raises InputError where one is needed and there is none, or several fit.
     """
     asked, known = options.distilled_lora, sign(checkpoint, options.assume)
     takes, kind = request.takes_distilled, known.kind if known else None
     if takes == "unused":
         return None
+    other = checkpoint.distilled and DistilledWeights(checkpoint.distilled.where)
+    merges = takes == "needed" and asked is None and checkpoint.fitting_loras
+    if other and asked in (None, NO_LORA) and not merges:
+        return other
     if asked == NO_LORA:
         if takes == "needed":
             raise InputError(
@@ -532,7 +547,7 @@ def distilled_lora(
             )
         return None
     if asked is not None:
-        return asked
+        return None if kind == "distilled" else asked
     unknown = kind is None and not checkpoint.fitting_loras
     if takes == "optional" and (kind == "distilled" or unknown):
         return None

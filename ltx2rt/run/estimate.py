@@ -107,15 +107,16 @@ def datasheet_session(
     InputError for unknown profiles and other meshes."""
     profile, mesh = resolve(options.profile, kind.name, options.mesh, devices)
     options = replace(options, backend=kind.backend, mesh=mesh, profile=profile.name)
-    checkpoint = checkpoint or opened_checkpoint(options)
-    return Session(checkpoint, DatasheetBackend(kind, mesh), options)
+    backend = DatasheetBackend(kind, mesh)
+    checkpoint = checkpoint or opened_checkpoint(options, backend.device())
+    return Session(checkpoint, backend, options)
 
 
 def estimate(options: ModelOptions, request: Request, devices: Devices) -> Estimate:
     """Estimate a request on the devices, and on replicas of fewer if no flag says the mesh. Raises
     InputError for unknown devices or meshes, and for what `generate` refuses."""
     kind, count = devices.found
-    checkpoint = opened_checkpoint(options)
+    checkpoint = opened_checkpoint(options, DatasheetBackend(kind, {}).device())
     asked = resolved(checkpoint, options, request)
     found, estimator, said = _estimate(options, checkpoint, asked, kind, count)
     notes = (*said, *_whole(found.session, found.plan, kind), *_unshared(found, estimator))

@@ -20,7 +20,7 @@ from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, fitted
 from ltx2rt.run.files import Files
 from ltx2rt.session.open import opened_checkpoint
-from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
+from ltx2rt.session.options import NO_LORA, DistilledWeights, LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import RECORDED, Denoise, noise_name
 from ltx2rt.stages.enhance import Enhancer, enhance
@@ -28,7 +28,7 @@ from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
 from ltx2rt.weights.changes import STORED
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.distilled import sign
+from ltx2rt.weights.distilled import kind_by_name, sign
 from ltx2rt.weights.files import TensorFile
 from ltx2rt.weights.lora import Merge, open_lora
 from ltx2rt.weights.trained import remarks
@@ -38,7 +38,7 @@ from ltx2rt.weights.trained import remarks
 class Plan:
     """A resolved request, its stages, the LoRAs, and their merges by stage. weights: a sentence
     about what the kind of the weights decides. trained: sentences about LoRAs that `train run`
-    made."""
+    made, or that are left out."""
 
     request: Request
     stages: tuple[Stage, ...]
@@ -105,15 +105,33 @@ def resolved(checkpoint: Checkpoint, options: ModelOptions, request: Request) ->
     request.check_files()
     request = fitted(request, options, checkpoint)
     distilled = distilled_lora(request, options, checkpoint)
-    given = [_planned(lora, options.lora_mode == "unmerged") for lora in options.loras]
+    if distilled and not isinstance(distilled, DistilledWeights):
+        distilled = _planned(distilled)
+    idle = _idle(options, checkpoint, request, distilled)
+    beside = options.lora_mode == "unmerged"
+    given = [_planned(lora, beside) for lora in options.loras if lora not in idle]
     user = tuple(lora for lora in given if "transformer" in lora.parts)
     text = tuple(replace(lora, beside=False) for lora in given if lora.parts != ("transformer",))
-    loras = Loras(user, distilled and _planned(distilled), text)
+    loras = Loras(user, distilled, text, idle)
     stages = [
         replace(stage, loras=text) if isinstance(stage, Text) else stage
         for stage in request.all_stages(checkpoint.config, options, loras)
     ]
     return request, loras, tuple(stages)
+
+
+def _idle(
+    options: ModelOptions, checkpoint: Checkpoint, request: Request, distilled: LoraSpec | None
+) -> tuple[LoraSpec, ...]:
+    """The distilled LoRAs that flags name, where all steps are of distilled weights."""
+    known = sign(checkpoint, options.assume)
+    alone = bool(known and known.kind == "distilled")
+    beside = isinstance(distilled, DistilledWeights) and request.takes_distilled == "optional"
+    named = [lora for lora in options.loras if kind_by_name(lora.path.name) == "distilled"]
+    fitting = checkpoint.distilled_among(lora.path for lora in named) if alone or beside else []
+    found = tuple(lora for lora in named if lora.path in fitting)
+    own = options.distilled_lora if alone and options.distilled_lora != NO_LORA else None
+    return (own, *found) if own else found
 
 
 def _planned(lora: LoraSpec, beside: bool = False) -> PlannedLora:
@@ -152,6 +170,8 @@ def checked(session: Session, found: Resolved) -> Plan:
     draws = [draw for stage in stages for draw in stage.draws(session.config).items()]
     _check_noise(request.noise_in, draws, request.made)
     trained = [line for lora in loras.user for line in remarks(lora.path, session.checkpoint)]
+    left = "a distilled LoRA, left out: distilled weights are those with it merged"
+    trained += [f"{lora.path}: {left}" for lora in loras.idle]
     said = _decided(session, request, loras.distilled, stages)
     return Plan(request, stages, loras, merges, said, tuple(trained))
 
@@ -162,6 +182,9 @@ def _decided(
     """Say what the kind of the weights decides of distilled steps: the pipeline and its steps, or
     that a distilled LoRA is merged, and how to change it; "" where a flag merges one."""
     options, known = session.options, sign(session.checkpoint, session.options.assume)
+    if isinstance(lora, DistilledWeights):
+        where = "" if request.takes_distilled == "optional" else "stage 2 "
+        return f"{request.name}: {where}on the distilled transformer, {lora.path.name}"
     if request.takes_distilled != "optional" or (lora and options.distilled_lora):
         return ""
     if known and known.kind == "distilled":

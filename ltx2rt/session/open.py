@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.digests import files_of
+from ltx2rt.weights.forms import Room
 from ltx2rt.weights.hub import fetch, parse_repo
 from ltx2rt.weights.lora_config import lora_file
+from ltx2rt.weights.near import Chooser
 from ltx2rt.weights.part_table import PARTS, files_beside, names_of
 
 StagesOf = Callable[[Checkpoint], Sequence[Needing]]
@@ -81,9 +84,20 @@ def _chosen(
     return choose(checkpoint, options, here[0], devices, stages(checkpoint))
 
 
-def opened_checkpoint(options: ModelOptions) -> Checkpoint:
-    """The checkpoint that the options name. Raises InputError."""
-    return open_checkpoint(options.model, config_from=options.config_from, **options.parts)
+def opened_checkpoint(options: ModelOptions, device: DeviceInfo | None = None) -> Checkpoint:
+    """The checkpoint that the options name. device: that of the run, by default the one here; of
+    several forms of the weights its memory chooses one. Raises InputError."""
+    chooser = Chooser(partial(room_of, options, device), options.assume)
+    how = {"config_from": options.config_from, "chooser": chooser}
+    return open_checkpoint(options.model, **how, **options.parts)
+
+
+def room_of(options: ModelOptions, device: DeviceInfo | None = None) -> Room:
+    """Memory of the run's devices for one network. Raises InputError."""
+    found = device or open_backend(options).device()
+    idle = replace(found, free_bytes=found.total_bytes)
+    size = idle.room_bytes(options.max_memory) * options.mesh.get("tensor", 1)
+    return Room(size, "this CPU" if found.kind == "cpu" else found.name)
 
 
 def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelOptions:

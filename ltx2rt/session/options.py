@@ -50,6 +50,12 @@ class PlannedLora(LoraSpec):
     parts: tuple[str, ...] = ("transformer",)
 
 
+@dataclass(frozen=True)
+class DistilledWeights(LoraSpec):
+    """In a set of LoRAs: these are merged into the checkpoint's distilled transformer, not into the
+    dev one. path: its file."""
+
+
 NO_LORA = LoraSpec(Path("none"), 0.0)  # `--distilled-lora none`: the weights as they are
 
 

@@ -102,7 +102,7 @@ class Session(Memory):
         change stored weights, or stay apart with other targets; sessions on other meshes, of
         networks that are not cut."""
         kept = self.weights.residence.keep_bytes if call.steps is not None else None
-        stored = frozenset(self.weights.stored(call))
+        stored = frozenset(self.weights.stored(call).items())
         cuts = self._placement(call).cuts(call.row.rules)
         return *call.program, stored, kept, self.weights.adapters(call), cuts
 

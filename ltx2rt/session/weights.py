@@ -24,7 +24,7 @@ from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.stream import FILE, PINNED, Piece, pieces, slots_bytes, streamed
 from ltx2rt.session.beside import LoraAdapters, WithAdapters, beside
 from ltx2rt.session.call import Call, WeightsKey, holds, network_of
-from ltx2rt.session.options import LoraSpec, ModelOptions, PlannedLora
+from ltx2rt.session.options import DistilledWeights, LoraSpec, ModelOptions, PlannedLora
 from ltx2rt.system import identity
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -136,6 +136,9 @@ class WeightStore:
         """The tensor source of a call's network; LoRAs are merged on reading, or stay apart."""
         first, *more = call.row.parts
         source = self.checkpoint.source(first)
+        if _on_distilled(call.loras):
+            assert self.checkpoint.distilled, "the set is of another checkpoint"
+            source = self.checkpoint.distilled
         for part in more:
             added = self.checkpoint.source(part)
             source = source.joined(added, added.names())
@@ -177,7 +180,7 @@ class WeightStore:
 
     def packed(self, call: Call) -> Mapping[str, str]:
         """Encodings by tensor of matrices in few bits that no LoRA of the call changes."""
-        parts = call.row.parts
+        parts = *call.row.parts, *(str(lora.path) for lora in _on_distilled(call.loras))
         if parts not in self._stored:
             source = self.source(call)
             infos = ((name, source.info(name)) for name in source.names())
@@ -194,11 +197,12 @@ class WeightStore:
         source = self.source(call)
         weights = {name: spec for name, spec in graph.parameters().items() if MARK not in name}
         audit(weights, source, source.where, bool(call.row.partial(call.sizes)))
-        if not call.loras:
+        loras = [lora for lora in call.loras if not isinstance(lora, DistilledWeights)]
+        if not loras:
             return []
-        opened, partial = self._opened(call.loras), self.options.lora_allow_partial
+        opened, partial = self._opened(loras), self.options.lora_allow_partial
         merged = MergedSource(source, opened, self.dtype, allow_partial=partial)
-        apart = [lora in _apart(call.loras) for lora in call.loras]
+        apart = [lora in _apart(loras) for lora in loras]
         merges = zip(merged.merges_into(weights), apart, strict=True)
         return [replace(merge, beside=beside) for merge, beside in merges]
 
@@ -298,6 +302,7 @@ class WeightStore:
         except OSError:
             return False
         is_streamed = theirs in self.held and self.held[theirs].streamed
+        same = same and _on_distilled(theirs[1]) == _on_distilled(ours[1])
         return same and holds(theirs, ours) and not (is_streamed or self.residence.number(theirs))
 
     def free(self, *keys: WeightsKey) -> None:
@@ -349,7 +354,13 @@ def _apart(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
 
 
 def _merged(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
-    return tuple(lora for lora in loras if lora not in _apart(loras))
+    other = (*_apart(loras), *_on_distilled(loras))
+    return tuple(lora for lora in loras if lora not in other)
+
+
+def _on_distilled(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
+    """The distilled transformer, where the set is of that."""
+    return tuple(lora for lora in loras if isinstance(lora, DistilledWeights))
 
 
 def has_room(device_kind: str, size: int) -> bool:

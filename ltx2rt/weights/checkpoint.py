@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from hashlib import sha256
 from pathlib import Path
@@ -26,7 +26,7 @@ from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
 from ltx2rt.weights.lora import open_lora
 from ltx2rt.weights.names import CONNECTORS, TEXT_PROJECTION
-from ltx2rt.weights.near import Given, find
+from ltx2rt.weights.near import NO_DEVICE, Chooser, Given, find
 from ltx2rt.weights.part_table import FILES, PARTS, PROJECTION, names_of
 from ltx2rt.weights.parts import Parts, absent, examine, inside, listed, only, refuse_ambiguous
 from ltx2rt.weights.places import (
@@ -66,12 +66,13 @@ class Checkpoint:
     loras_found: tuple[Path, ...] = ()
     unreadable: tuple[str, ...] = ()  # one line per file nearby that could not be opened
     tokenizers_found: tuple[Path, ...] = ()
+    distilled: RenamedSource | None = None  # another transformer, where that of `sources` is dev
 
     @property
     def files(self) -> list[Path]:
         """All files and folders that were found, not only the named one."""
         tokenizer = [self.tokenizer] if isinstance(self.tokenizer, Path) else []
-        parts = [source.where for source in self.sources.values()]
+        parts = [source.where for source in (*self.sources.values(), self.distilled) if source]
         return [self.path, *tokenizer, *self.loras_found, *parts]
 
     def digest(self, *parts: str) -> str:
@@ -79,6 +80,7 @@ class Checkpoint:
         versions gave 16, by sizes and headers."""
         places = {s.where for part, s in self.sources.items() if part in parts or not parts}
         places |= {self.tokenizer} if isinstance(self.tokenizer, Path) else set()
+        places |= {self.distilled.where} if self.distilled and not parts else set()
         return sha256(" ".join(sorted(map(digest, places))).encode()).hexdigest()[:20]
 
     def source(self, component: str) -> RenamedSource:
@@ -96,7 +98,11 @@ class Checkpoint:
 
     @cached_property
     def fitting_loras(self) -> list[Path]:
-        """LoRAs near the weights with the header of a released distilled one, whatever their name.
+        """LoRAs near the weights with the header of a released distilled one, whatever their name."""
+        return self.distilled_among(self.loras_found)
+
+    def distilled_among(self, loras: Iterable[Path]) -> list[Path]:
+        """LoRAs with the header of a released distilled one.
 
         Those change every matrix of attention and feed-forward, audio and cross-modal ones
         included, at a rank near a tenth of the width (384 and 450 of 4096).
@@ -104,7 +110,7 @@ class Checkpoint:
         source, fitting = self.source("transformer"), {}
         shapes = {name: source.info(name).shape for name in source.names()}
         matrices = {n for n in shapes if BLOCK_MATRIX.search(n) and len(shapes[n]) == 2}
-        for path in self.loras_found:
+        for path in loras:
             with suppress(InputError):  # such as one of int8, which may be there for others
                 lora = open_lora(path)
                 changes = lora.changes.values()
@@ -145,18 +151,23 @@ class Checkpoint:
 
 
 def open_checkpoint(
-    model: str | Path, *, config_from: str | Path | None = None, **files: str | Path | None
+    model: str | Path,
+    *,
+    config_from: str | Path | None = None,
+    chooser: Chooser = NO_DEVICE,
+    **files: str | Path | None,
 ) -> Checkpoint:
     """Open a file or a folder; parts that are not given are looked for near it (`near.find`).
 
     files: of parts, by option of the part table; an upsampler is of any kind, but x1.5 ones are not
-    looked for. config_from: a safetensors file with the config that the main file lacks. Raises
+    looked for. config_from: a safetensors file with the config that the main file lacks.
+    chooser: among several files of a network. Raises
     InputError for an ambiguous part, parts that do not fit each other, and tensors of no component;
     for a missing part when its source is asked for.
     """
     if unknown := files.keys() - FILES.keys():
         raise TypeError(f"no part has a file {', '.join(unknown)}; known: {', '.join(FILES)}")
-    path, main, near, index = find(Path(model), files, config_from)
+    path, main, near, index, other = find(Path(model), files, config_from, chooser)
     places: Places = {}
     own: dict[str, RenamedSource] = {}
     if main is not None:
@@ -182,7 +193,27 @@ def open_checkpoint(
         if part.check:
             part.check(read[name], config, str(place.source.where))
     layout = "diffusers" if main is None else "official"
-    return _checkpoint(path, layout, config, places, near)
+    opened = _checkpoint(path, layout, config, places, near)
+    return replace(opened, distilled=_distilled(other, config)) if other else opened
+
+
+def _distilled(found: TensorFile | TensorFolder | Path, config: ModelConfig) -> RenamedSource:
+    """The other transformer. Raises InputError if it is of other sizes."""
+    part = PARTS["transformer"]
+    if isinstance(found, Path):
+        place = open_folder(part, found)
+    else:
+        file = dequantised(found)
+        source = official_sources(file)[part.name]
+        place = Place("official", source, partial(official_metadata, file), file)
+    if place.read(part, {}) != config.transformer:
+        where = place.source.where
+        raise InputError(
+            f"{where}: its config is not that of the dev transformer beside it; choose one of them "
+            "with --model FILE"
+        )
+    refuse_encoded(place.source)
+    return place.source
 
 
 def _checkpoint(

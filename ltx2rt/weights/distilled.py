@@ -7,7 +7,7 @@ Dev and distilled transformers of a release have the same tensors and config.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 KINDS = ("dev", "distilled")
 SCHEDULER = "scheduler/scheduler_config.json"
+FULL = "transformer_full"  # the dev one beside a distilled `transformer` of diffusers
 # Matrices of e4m3 numbers in LTX-2.3's released files of them: 43 and 44 blocks of 34.
 QUANTISED = {1462: "dev", 1496: "distilled"}
 _WORD = re.compile(r"(?<![a-z])(?:(?P<distilled>distilled)|dev)(?![a-z])", re.IGNORECASE)
@@ -37,19 +38,39 @@ def sign(checkpoint: Checkpoint, assume: str | None = None) -> Sign | None:
 
 def kind_by_name(name: str) -> str | None:
     """The kind that the name of a file or repository states."""
+    if name == FULL:
+        return "dev"
     match = _WORD.search(name)
     return match and ("distilled" if match["distilled"] else "dev")
 
 
+def by_scheduler(model: Path) -> Sign | None:
+    """The kind of the transformer that a diffusers folder is listed with."""
+    if not (path := model / SCHEDULER).is_file():
+        return None
+    keys = read_json(path)
+    shift = [keys.get(name, "") for name in ("use_dynamic_shifting", "shift_terminal")]
+    if shift == [False, None]:
+        return Sign("distilled", f"its {SCHEDULER} shifts no noise level")
+    return Sign("dev", f"its {SCHEDULER} shifts noise levels") if shift[0] is True else None
+
+
+def kinds_of_folders(folders: Iterable[Path]) -> dict[str | None, Path]:
+    """Return diffusers' transformers of one model by kind, which the name of each tells, else
+    their scheduler."""
+    found: dict[str | None, Path] = {}
+    for folder in folders:
+        listed = by_scheduler(folder.parent)
+        found[kind_by_name(folder.name) or (listed.kind if listed else None)] = folder
+    return found
+
+
 def _signs(checkpoint: Checkpoint) -> Iterator[Sign]:
-    if checkpoint.layout == "diffusers" and (path := checkpoint.path / SCHEDULER).is_file():
-        keys = read_json(path)
-        shift = [keys.get(name, "") for name in ("use_dynamic_shifting", "shift_terminal")]
-        if shift == [False, None]:
-            yield Sign("distilled", f"its {SCHEDULER} shifts no noise level")
-        if shift[0] is True:
-            yield Sign("dev", f"its {SCHEDULER} shifts noise levels")
     source = checkpoint.source("transformer")
+    if source.where.name == FULL:
+        yield Sign("dev", "its folder's name")
+    if checkpoint.layout == "diffusers" and (found := by_scheduler(checkpoint.path)):
+        yield found
     for word, name in _names(checkpoint.path, source.where):
         if kind := kind_by_name(name):
             yield Sign(kind, f"its {word}")

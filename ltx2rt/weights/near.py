@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
@@ -21,7 +21,9 @@ from ltx2rt.release import named, stated
 from ltx2rt.text_files import read_text
 from ltx2rt.weights import configs
 from ltx2rt.weights.audit import networks
-from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
+from ltx2rt.weights.distilled import KINDS, kinds_of_folders
+from ltx2rt.weights.files import WEIGHTS, TensorFile, TensorFolder, open_file, open_tensors
+from ltx2rt.weights.forms import TEXT_BYTES, Room, largest, transformers
 from ltx2rt.weights.names import collapse, component_of
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of, word_of
 from ltx2rt.weights.parts import (
@@ -62,12 +64,33 @@ SEARCHED = (*FOLDERS, "model_patches")  # which holds parts of LTX-2.5
 # Parts in separate files; `Fit` decides their release.
 NEARBY = names_of(lambda part: part.header and part.name not in ("text", "lora", "main"))
 Given = Mapping[str, str | Path | None]  # files that flags name, by option
-Found = tuple[Path, TensorFile | TensorFolder | None, Parts, frozenset[str]]
 
 
-def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
-    """The checkpoint's path, its main file (None: a diffusers folder), the parts near it, and the
-    names in its index.
+class Found(NamedTuple):
+    """path: of the checkpoint. main: its file (None: a diffusers folder). index: the names of the
+    parts that a diffusers folder lists. distilled: another transformer, where the main one is dev."""
+
+    path: Path
+    main: TensorFile | TensorFolder | None
+    parts: Parts
+    index: frozenset[str]
+    distilled: TensorFile | TensorFolder | Path | None = None
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Choose among several files of a network. room: memory of the device that computes, asked
+    where it decides; None: not known. assume: the kind of the transformer."""
+
+    room: Callable[[], Room] | None = None
+    assume: str | None = None
+
+
+NO_DEVICE = Chooser()
+
+
+def find(path: Path, given: Given, config_from: str | Path | None, chooser: Chooser) -> Found:
+    """The files and folders of a checkpoint.
 
     Near is: in the folder, or in that of the file; in a folder of ComfyUI all of its folders; for a
     lone transformer also the neighbouring folders, but from them only parts found once. Raises
@@ -89,6 +112,11 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
         mains, parts = [_opened(path)], scan_quietly(entries(tree)) if tree else scan(path.parent)
     index = model_index(path if path.is_dir() and not network else path.parent)
     path = path.parent if path.name == INDEX else path
+    files, distilled = [file for file in mains if not isinstance(file, Path)], None
+    if len(files) > 1 and (chosen := transformers(files, chooser.assume, chooser.room)):
+        mains, distilled = [chosen.main], chosen.distilled
+    elif not files:
+        distilled = _dev_and_distilled(parts, chooser.assume)
     main = mains[0] if mains and not isinstance(mains[0], Path) else None
     parts.files["upsampler"] = of_layout(parts.files["upsampler"], main is None)
     sought = ["gemma", "upsampler"]
@@ -100,6 +128,8 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
         if _lacks(main):
             parts.donor = open_file(config_from) if config_from else _donor(parts, main)
         main = with_config(main, config_from, parts.donor)
+        if distilled and not isinstance(distilled, Path):
+            distilled = with_config(distilled, None, main)
         _keep_fitting(parts, Fit.of(main), bool(tree))
         if not tree and not path.is_dir():
             _borrow(parts, main, given)
@@ -110,13 +140,35 @@ def find(path: Path, given: Given, config_from: str | Path | None) -> Found:
         sought += [part for part in NEARBY if PARTS[part].option and part not in (*own, *sought)]
     asked = [part for part in sought if not given.get(PARTS[part].option)]
     found = {part: listed(parts.files[part], index) for part in asked}
+    if gemmas := {path: _size(path) for path in found.get("gemma", ())}:
+        one = largest([gemmas], chooser.room, word_of("gemma"), TEXT_BYTES)
+        parts.files["gemma"] = found["gemma"] = one or found["gemma"]
     refuse_ambiguous(main=[getattr(file, "path", file) for file in mains], **found)
     if main is None and "transformer" not in parts.diffusers:
         if parts.unreadable:
             raise InputError(parts.unreadable[0])
         said = f"{path}: no checkpoint: neither an official single file nor a diffusers transformer"
         raise InputError(f"{said} ({contents_of_folder(path, parts)}); pass one with --model")
-    return path, main, parts, index
+    return Found(path, main, parts, index, distilled)
+
+
+def _dev_and_distilled(parts: Parts, assume: str | None) -> Path | None:
+    """Return the distilled one of two diffusers transformers, and leave the dev one in `parts`. The
+    index tells of more, or of two of one kind."""
+    folders = parts.diffusers.get("transformer", [])
+    kinds = kinds_of_folders(folders)
+    if len(folders) != 2 or kinds.keys() != set(KINDS):
+        return None
+    parts.diffusers["transformer"] = [kinds[assume or "dev"]]
+    return None if assume else kinds["distilled"]
+
+
+def _size(path: Path) -> int:
+    """Bytes of a text encoder's file, or of those in its folder."""
+    files = (
+        [path] if path.is_file() else [file for file in path.iterdir() if file.suffix in WEIGHTS]
+    )
+    return sum(file.stat().st_size for file in files)
 
 
 def _lacks(main: TensorFile | TensorFolder) -> set[str]:
@@ -216,10 +268,7 @@ class Fit:
     def choose(self, part: str, paths: Sequence[Path]) -> list[Path]:
         """The paths that fit, preferring files that state their release."""
         if part == "gemma":
-            fitting = [path for path in paths if self._gemma(path)]
-            files = {path: open_file(path) for path in fitting if path.is_file()}
-            fp4 = {p for p in files if any("weight_scale_2" in n for n in files[p].names())}
-            return [path for path in fitting if path not in fp4] or fitting
+            return [path for path in paths if self._gemma(path)]
         said = {path: self._stated(part, path) for path in paths}
         same = [path for path in paths if said[path] == self.release]
         return same or [path for path in paths if not said[path]]
