@@ -143,7 +143,8 @@ class DeviceInfo:
     total_bytes, free_bytes: its memory now (the host's, on a CPU). count: of devices like it that a
     mesh can have, other hosts' included; hosts: whose processes drive them. reserve_bytes,
     reserve_share: a run leaves so many bytes and such a share free for the framework's pools,
-    workspaces and fragmentation. recorded_bytes: what recorded steps keep, the next one's room.
+    workspaces and fragmentation. recorded_bytes: memory held by
+    recorded steps; the next recording reuses it.
     """
 
     kind: str

@@ -120,7 +120,7 @@ def _spelled(flag: str) -> str:
 
 
 class Anything(dict[str, Any]):
-    """The flags of a command that has those of `MEANT` and `INPUTS`, before they are added."""
+    """The flags of a command before they are added: all that `MEANT` and `INPUTS` lead to."""
 
     def __contains__(self, flag: object) -> bool:
         return flag not in MEANT
@@ -175,7 +175,7 @@ def of_files(words: Sequence[str], known: Container[str]) -> list[str] | None:
 
 
 def instead(flag: str) -> str:
-    """What takes the place of a flag of other programs that there is none of here, or ""."""
+    """Return what takes the place of a flag of other programs, "" for one that is not known."""
     return INSTEAD.get(_spelled(flag), "")
 
 

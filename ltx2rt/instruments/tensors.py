@@ -43,18 +43,18 @@ GAINS = {name: gain for part in PARTS.values() for name, gain in part.gains.item
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor to write: where its values come from, and its form."""
+    """A tensor to write: the source of its values, and its form."""
 
     name: str  # canonical; decides the values
     info: TensorInfo
-    # this one, and of how many, of the equal parts of that tensor's rows
+    # index and number of equal parts, where it is one part of the named tensor's rows
     part: tuple[int, int] | None = None
     data: bytes | None = None  # a file's, in place of values
-    quantised: TensorInfo | None = None  # this is the quantised form of such a tensor, or its scale
+    quantised: TensorInfo | None = None  # the full-precision tensor that this one is a form of
 
 
 def stored(config: ModelConfig, layout: str = "official") -> Shapes:
-    """Contents of the files: each tensor once, and those that are carried along unread."""
+    """Return the tensors of the files by component, unread ones included."""
     shapes = networks(config)
     for component, held in shapes.items():
         part = PARTS[component]

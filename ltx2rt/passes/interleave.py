@@ -82,7 +82,8 @@ def _rows(type: Type) -> int:
 
 
 def _exchanges(node: Node, axis: str) -> bool:
-    """Something of the axis, that is: not weights; and of tokens what can travel in halves."""
+    """True if the node exchanges activations along `axis`; for tokens only all-reduces can be
+    split."""
     read = any(axis in v.type.axes for v in node.inputs)
     return read and (node.op in COLLECTIVES if axis == SAMPLES else node.op == "all_reduce")
 
@@ -97,7 +98,7 @@ def _names(attrs: object, axis: str) -> bool:
 
 
 def _append_halved(result: Graph, node: Node, axis: str, tied: int | None) -> None:
-    """The repeat in halves; its carries are cut before and joined after it."""
+    """Append the repeat in halves; cut its carries before it and join them after it."""
     repeat, old = node.repeat, node.repeat.body
     carry, invariant, data = repeat.divide(list(zip(old.inputs, node.inputs, strict=True)))
     (size,) = {v.type.size(axis) for _, v in carry if axis in v.type.axes}

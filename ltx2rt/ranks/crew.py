@@ -178,7 +178,7 @@ class Crew:
         )
 
     def _claim(self, status: int) -> tuple[bool, int]:
-        """Whether no rank ended before this one, and the exit status of the first that did."""
+        """Return whether this rank failed first, and the exit status of the rank that did."""
         mine = f"{self.rank} {status}"
         try:
             found = self._watched.compare_set("failed", "", mine).decode()
@@ -191,7 +191,7 @@ class Crew:
         return False, int(theirs) if theirs.isdecimal() and 0 < int(theirs) < SIGNALLED else FAILED
 
     def _outlive(self) -> None:
-        """Give the others time to read `failed` in the store that this process may hold."""
+        """Wait until the other ranks have read `failed`, since the store may be in this process."""
         deadline = time.monotonic() + GRACE_S
         here = {rank: fd for fd, rank in self._processes.items() if rank > 0}
         elsewhere = [f"ended/{rank}" for rank in range(1, self.size) if rank not in here]

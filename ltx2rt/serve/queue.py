@@ -228,10 +228,12 @@ class Queue(JobFile):
     # --- replicas ---------------------------------------------------------------------------------
 
     def claim(self, loaded: str | None = None, in_a_row: int = 0) -> Job | None:
-        """The next job, in progress from now on: of the user who was given the least, the one with
-        the highest priority, then the oldest, those last that two replicas died under; one whose
-        LoRAs are `loaded` goes first, MAX_SAME_SET times. Priorities of different users are never
-        compared."""
+        """Start the next job and return it; None if there is none.
+
+        The user who was given the least work comes first. Of this user's jobs the highest priority
+        wins, then the oldest job. Jobs that crashed two replicas go last. A job with the LoRAs
+        `loaded` goes first up to MAX_SAME_SET times in a row. Priorities of different users are
+        never compared."""
         with self._write() as db:
             rows = db.execute(
                 "SELECT user, MIN(seq + (deaths>1) * ?) FROM jobs WHERE status=? GROUP BY user",
@@ -299,8 +301,8 @@ class Queue(JobFile):
     # --- start and upkeep -------------------------------------------------------------------------
 
     def recover(self, published: Callable[[Job], Mapping[str, Any] | None]) -> None:
-        """After a start: a run that left its file is completed, another is queued again. published:
-        tells of a job the result of its epoch's file, None if there is none."""
+        """Complete each running job that left its file, and queue the others again, after a start.
+        published: returns the result in the file of a job's epoch, None if there is no file."""
         for job in self._jobs("status=?", RUNNING):
             if (result := published(job)) is not None:
                 self.finish(job.id, job.epoch, COMPLETED, result=result)
@@ -318,13 +320,12 @@ class Queue(JobFile):
         return self._jobs(f"{there} {order}", COMPLETED)
 
     def written_out(self, id: str, epoch: int, prompt: str) -> None:
-        """Keep the text that this run's prompt was made into, for every later run of the job."""
+        """Keep the enhanced prompt of this run for every later run of the job."""
         with self._write():
             self._change(id, epoch, "job=json_set(job, '$.clip.enhanced_prompt', ?)", prompt)
 
     def went_on(self, id: str, epoch: int) -> None:
-        """This run has made a part that later ones need not make: the runs before it, and what
-        ended them, do not count against the job any more."""
+        """A segment is finished: reset the job's retry count."""
         with self._write():
             self._change(id, epoch, "progressed=attempts-1, deaths=0")
 

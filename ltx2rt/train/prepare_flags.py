@@ -48,7 +48,9 @@ class PrepareRequest:
     )
     clips: str = shown_flag("first", "part of a longer clip", choices=("first", "middle", "all"))
     crop: str = flag(
-        "centre", "place of the cut; random is by the clip's name", choices=("centre", "random")
+        "centre",
+        "place of the cut; random: decided by the clip's name",
+        choices=("centre", "random"),
     )
     no_upscale: bool = flag(False, "skip clips that are smaller than every bucket")
     audio: str = shown_flag(
@@ -56,7 +58,8 @@ class PrepareRequest:
     )
     audio_durations: tuple[float, ...] = flag(
         (),
-        "seconds that files of sound alone are cut to, the longest that fits (default: a bucket's)",
+        "lengths in seconds to which sound files are cut: the longest that fits (default: those of "
+        "the buckets)",
         parse_seconds,
         repeat=True,
         split=True,

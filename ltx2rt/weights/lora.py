@@ -41,12 +41,12 @@ from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint
 
-# as `merge`; where its result lies is its own
+# As `merge`; a backend's returns the result on its device.
 Merging = Callable[[np.ndarray, Sequence[Factors], bool], Any]
 MAX_SCALE = 1000.0  # beyond any use; float32 overflows far above it
 NUM_CHUNKS = 16  # chunks of a weight's rows; more are less memory and slower products
 BF16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32)
-# Parts of a fused projection's change that its projections share, and that each has its rows of.
+# Tensors of a fused LoRA. SHARED: common to all projections. ROWS: split by rows.
 SHARED = ("down", "alpha", "norm", "hada_w1_b", "hada_w2_b")
 ROWS = (
     "up",

@@ -1,7 +1,7 @@
 """A group: the flags of one feature, what refuses them, and what they add to a run.
 
-A group is a frozen dataclass. Its fields are flags, and facts that a resolved request has found
-out. A request has the fields of all its groups and gives each to itself: `request` is the whole.
+A group is a frozen dataclass. Its fields are flags, and facts that resolving has found. A request
+has the fields of all its groups; methods get the whole request.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Group:
         return iter(())
 
     def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
-        """Fields of the denoising stage of that name; what is `given` comes after other groups'."""
+        """Return fields for the denoising stage `name`. Conditionings under `given` follow those of
+        earlier groups."""
         return {}
 
     def negates(self, request: Any) -> bool:
