@@ -41,7 +41,7 @@ from ltx2rt.flags import (
     typed,
 )
 from ltx2rt.graph.encodings import QUANTISED
-from ltx2rt.media.output import check_streams, is_still
+from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.groups.seeds import draw_seed
@@ -86,8 +86,7 @@ def run(
     session = open_session(options, checkpoint=checkpoint, stages=stages)
     made = Run(session, request, warm=files.warmup, marks=files)
     plan, main = made.plan, made.is_main
-    for output in files.outputs:
-        check_streams(output, plan.makes(FRAMES), plan.makes(SOUND))
+    check_streams(files.outputs, plan.makes(FRAMES), plan.makes(SOUND))
     stream = sys.stderr if main and not files.quiet else None
     if main:
         require_space(sizes(session, plan, files))
@@ -253,7 +252,7 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     elif rest:
         request = replace(request, prompt=rest[-1])
     written = Files(**given_flags(args, Files))
-    if written.output and is_still(written.output) and request.has(Pixels):
+    if written.is_picture and request.has(Pixels):
         request = as_picture(request)
     return options, request, written
 
@@ -287,7 +286,7 @@ def main(args: argparse.Namespace) -> int | None:
     named = written.named(".mp4" if request.has(Pixels) else ".wav", request.seeds)
     if unnamed := named != written:
         written, folder = named, parts_folder(named, request)
-        args.argv = [*args.argv, "--output", str(written.output)]
+        args.argv = [*args.argv, "--output", *map(str, written.outputs)]
     if folder:
         request = request.kept_in(folder)
     request.check()
@@ -307,7 +306,7 @@ def main(args: argparse.Namespace) -> int | None:
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
     remarks = []
-    if written.output and is_still(written.output):
+    if written.is_picture and request.clip_frames == 1:
         remarks.append(f"{written.output} is one picture: one frame is made, and no sound")
     if unnamed:
         remarks.append(f"--output names no file: the clip will be {written.output}")

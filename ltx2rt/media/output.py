@@ -8,9 +8,10 @@
     *%05d.exr         the same in half floats, of a clip in high dynamic range; *.mp4 and *.mov of
                       one are HEVC of 10 bits in HLG or PQ
     *.wav             only the sound, 16 bits
+    first.png         the first frame of several, as last.png the last one, also fox-last.jpg
 
-Decides names and refusals; each form appears whole or not at all, and carries the settings
-as JSON.
+Decides names and refusals. A clip may have any number of them, which all appear whole or not at
+all, and carry the settings as JSON.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ import math
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from fractions import Fraction
 from functools import partial
 from itertools import count, islice
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any
 from zipfile import ZipFile, ZipInfo
 
@@ -51,6 +53,9 @@ QUALITY = {"quality": 95, "subsampling": 0}  # JPEG and WebP
 MAX_MARKED_BYTES = 65000  # a JPEG has segments of 64 KiB
 USUAL_RATE = 48000  # Hz; for sound at a rate that a container lacks
 NUMBER = re.compile(r"%(?:0[1-9])?d")
+END = re.compile(r"(?:.*[-_. ])?(first|last)", re.IGNORECASE)  # stem of a picture of one frame
+SOUNDS = (".wav",)
+LOOK_S = 0.1  # between two looks at a writer that takes no chunk
 PNG_LEVEL = 3  # level of zlib: a third of the time of its usual 6, files a twentieth larger
 PNG_THREADS = 8
 EXIF, USER_COMMENT = 0x8769, 0x9286  # tags of Exif 2.3
@@ -60,6 +65,12 @@ FileState = tuple[int, int, int]  # device, inode and time of the last change
 def is_still(path: Path) -> bool:
     """Whether it names one picture."""
     return path.suffix.lower() in STILLS and not is_numbered(path)
+
+
+def end_of(path: Path) -> str:
+    """Whether a name of one picture means the `first` or the `last` frame; "" for neither."""
+    match = END.fullmatch(path.stem) if is_still(path) else None
+    return match[1].lower() if match else ""
 
 
 def is_numbered(path: Path) -> bool:
@@ -73,8 +84,8 @@ def check_output(path: Path, num_frames: int | None = None) -> None:
     if suffix not in SUFFIXES:
         known = ", ".join(f"*{s}" for s in SUFFIXES)
         raise InputError(f"--output: {path} is not named {known}; rename it")
-    if is_still(path) and num_frames != 1:
-        wrong = "is one picture; add --num-frames 1, or number the frames"
+    if is_still(path) and num_frames != 1 and not end_of(path):
+        wrong = "is one picture; add --num-frames 1, name it first or last, or number the frames"
     if is_numbered(path) and not (len(NUMBER.findall(path.name)) == path.name.count("%") == 1):
         wrong = "numbers frames in an unknown way; write one %d, or %01d to %09d"
     if wrong:
@@ -98,7 +109,7 @@ def check_hdr(path: Path, transfer: str | None) -> None:
     """Refuse a form that has no high dynamic range for a clip in one, and the other way round.
     transfer: of its signal, None of an ordinary clip. Raises InputError."""
     suffix, hdr = path.suffix.lower(), transfer is not None
-    if hdr and suffix not in (".mp4", ".mov", ".exr"):
+    if hdr and suffix not in (".mp4", ".mov", ".exr", *SOUNDS):
         raise InputError(f"--hdr: {path} cannot hold it; write *.mp4, *.mov or *%05d.exr")
     if not hdr and suffix == ".exr":
         raise InputError(f"--output: {path} is for clips in high dynamic range; add --hdr")
@@ -128,19 +139,72 @@ def check_encoders(path: Path, transfer: str | None = None) -> None:
                 raise InputError(f"--output: {path} needs {lacking}; write *.mp4")
 
 
-def check_streams(path: Path, has_video: bool, has_sound: bool) -> None:
-    """Refuse a sound file for a video, and anything else for only sound. Raises InputError."""
-    wav, wrong = path.suffix.lower() == ".wav", ""
-    if not has_video and not has_sound:
-        wrong = ", but this pipeline makes latents alone; give --latents-out instead"
-    elif wav and has_video:
-        wrong = " is a sound file, and this pipeline makes a video; name it *.mp4"
-    elif not wav and not has_video:
-        wrong = " is no sound file, and this pipeline makes sound alone; name it *.wav"
-    elif wav and not has_sound:
-        wrong = " is a sound file, and no sound is made; leave out --no-audio"
-    if wrong:
-        raise InputError(f"--output: {path}{wrong}")
+def check_streams(paths: Sequence[Path], has_video: bool, has_sound: bool) -> None:
+    """Refuse sound files alone for a video, and anything else for only sound. Raises InputError."""
+    if paths and not has_video and not has_sound:
+        said = "but this pipeline makes latents alone; give --latents-out instead"
+        raise InputError(f"--output: {paths[0]}, {said}")
+    sounds = [path for path in paths if path.suffix.lower() in SOUNDS]
+    others = [path for path in paths if path not in sounds]
+    if sounds and has_video and not others:
+        wrong = f"{sounds[0]} is a sound file, and this pipeline makes a video; name it *.mp4"
+    elif others and not has_video:
+        wrong = f"{others[0]} is no sound file, and this pipeline makes sound alone; name it *.wav"
+    elif sounds and not has_sound:
+        wrong = f"{sounds[0]} is a sound file, and no sound is made; leave out --no-audio"
+    else:
+        return
+    raise InputError(f"--output: {wrong}")
+
+
+class _Ended(Exception):
+    """The chunks end before the clip does."""
+
+
+def write_clips(
+    paths: Sequence[Path], chunks: Iterable[np.ndarray], **clip: Any
+) -> dict[Path, FileState]:
+    """Write one clip in several forms, all of them or none. Each is written in a thread, which
+    takes the chunks as they come. Arguments, result and errors are as of `write_clip`."""
+    if len(paths) == 1:
+        return write_clip(paths[0], chunks, **clip)
+    writers: list[tuple[Future[dict[Path, FileState]], Queue[Any]]] = []
+    try:
+        with ThreadPoolExecutor(len(paths), thread_name_prefix="output") as pool:
+            for path in paths:
+                queue = Queue[Any](1)
+                writers.append((pool.submit(write_clip, path, _taken(queue), **clip), queue))
+            last: Any = _Ended
+            try:
+                last = None if all(_give(chunk, writers) for chunk in chunks) else _Ended
+            finally:
+                _give(last, writers)
+        errors = [error for writer, _ in writers if (error := writer.exception())]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, _Ended)), errors[0])
+    except BaseException:
+        for writer, _ in writers:
+            if not writer.exception():
+                remove_made(writer.result())
+        raise
+    return {path: state for writer, _ in writers for path, state in writer.result().items()}
+
+
+def _give(item: Any, writers: Sequence[tuple[Future[Any], Queue[Any]]]) -> bool:
+    """Pass an item to every writer that still takes some; return whether none has failed."""
+    for writer, queue in writers:
+        while not writer.done():
+            with suppress(Full):
+                queue.put(item, timeout=LOOK_S)
+                break
+    return not any(writer.done() and writer.exception() for writer, _ in writers)
+
+
+def _taken(queue: Queue[Any]) -> Iterator[np.ndarray]:
+    while (chunk := queue.get()) is not None:
+        if chunk is _Ended:
+            raise _Ended
+        yield chunk
 
 
 def write_clip(
@@ -154,13 +218,12 @@ def write_clip(
     comment: dict[str, Any] | None = None,
     origin: Origin | None = None,
     hdr: HighRange | None = None,
-    beside: Path | None = None,
     pixel_aspect: Fraction = Fraction(1),
 ) -> dict[Path, FileState]:
     """Write a clip in the form of its suffix; arguments and errors as for `write_mp4`.
 
     hdr: set for high dynamic range; the chunks are then f32[3, F, H, W] from the decoder, or their
-    codes u16[F, H, W, 3]. beside: numbered frames of the same clip, next to a video.
+    codes u16[F, H, W, 3].
 
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
@@ -170,11 +233,9 @@ def write_clip(
     clip |= {"origin": origin, "pixel_aspect": pixel_aspect}
     if waveform is not None and num_frames:
         fitted = fit_audio(waveform, num_frames, fps, sample_rate)
-    if beside or is_numbered(path):
-        about = num_frames, fitted, sample_rate, comment, origin, hdr
-        passed = _write_frames(beside or path, chunks, *about, named := [])
-        clip |= {"waveform": waveform, "sample_rate": sample_rate, "hdr": hdr}
-        return _write_through(passed, named, partial(write_clip, path, **clip) if beside else None)
+    if is_numbered(path):
+        files = _write_frames(path, chunks, num_frames, fitted, sample_rate, comment, origin, hdr)
+        return {file: state_of(file) for file in files}
     if container := container_of(path, hdr.transfer if hdr else None):
         shown = signals(chunks, hdr) if hdr else chunks
         if waveform is not None and sample_rate not in container.audio_rates:
@@ -183,7 +244,7 @@ def write_clip(
             waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
         clip |= {"waveform": waveform, "sample_rate": sample_rate}
         write_mp4(path, shown, **clip, container=container)
-    elif suffix == ".wav":
+    elif suffix in SOUNDS:
         if fitted is None:
             raise ValueError(f"{path}: there is no sound to write")
         write_wav(path, fitted, sample_rate, comment, origin)
@@ -192,26 +253,20 @@ def write_clip(
             note(f"{path}: a GIF has no sound; write *.mp4 for it")
         _write_gif(path, chunks, **clip)
     else:
-        (pixels,) = (frame for c in chunks for frame in (as_frames(c) if hdr else to_rgb8(c)))
+        pixels = _one_frame(path, chunks, hdr)
         with replacing(path) as unfinished_path:
             _write_picture(unfinished_path, suffix, pixels, comment, origin, hdr)
     return {path: state_of(path)}
 
 
-def _write_through(
-    passed: Generator[np.ndarray], named: list[Path], write: Callable[..., Any] | None
-) -> dict[Path, FileState]:
-    """Write the chunks that `_write_frames` passes, which adds its files to `named`, to a video as
-    well, if `write` does that; both or neither."""
-    made: dict[Path, FileState] = {}
-    try:
-        made = write(passed) if write else {}
-        deque(passed, maxlen=0)
-    except BaseException:
-        passed.close()
-        remove_made(made | {file: state_of(file) for file in named})
-        raise
-    return made | {file: state_of(file) for file in named}
+def _one_frame(path: Path, chunks: Iterable[np.ndarray], hdr: HighRange | None) -> np.ndarray:
+    """The frame of a picture's name: the only one, the first or the last."""
+    frames = (frame for c in chunks for frame in (as_frames(c) if hdr else to_rgb8(c)))
+    found, end = list(islice(frames, 1)), end_of(path)
+    rest = deque(frames, maxlen=1)
+    if not found or (rest and not end):
+        raise ValueError(f"{path}: {'several frames' if rest else 'no frame'} arrived, expected 1")
+    return rest[0] if rest and end == "last" else found[0]
 
 
 def signals(chunks: Iterable[np.ndarray], how: HighRange) -> Iterator[Iterator[np.ndarray]]:
@@ -280,19 +335,11 @@ def sound_beside(path: Path) -> Path:
 
 
 def _write_frames(
-    path: Path,
-    chunks: Iterable[np.ndarray],
-    num_frames: int,
-    waveform: np.ndarray | None,
-    sample_rate: int,
-    comment: dict[str, Any] | None,
-    origin: Origin | None,
-    hdr: HighRange | None,
-    named: list[Path],
-) -> Generator[np.ndarray]:
-    """Pass the chunks through; meanwhile write all files in a temporary folder next to them. They
-    get their names when complete, which are added to `named`."""
-    written = 0
+    path: Path, chunks: Iterable[np.ndarray], num_frames: int, waveform: np.ndarray | None,
+    sample_rate: int, comment: dict[str, Any] | None, origin: Origin | None, hdr: HighRange | None,
+) -> list[Path]:  # fmt: skip
+    """Write all files in a temporary folder next to them. They get their names when complete."""
+    written, named = 0, list[Path]()
     with (
         unfinished(path) as folder,
         ThreadPoolExecutor(PNG_THREADS, thread_name_prefix="png") as pool,
@@ -308,7 +355,6 @@ def _write_frames(
             frames = as_frames(chunk) if hdr else to_rgb8(chunk)
             list(pool.map(write, enumerate(frames, written)))
             written += len(frames)
-            yield chunk
         if written != num_frames:
             raise ValueError(f"frames: {written} arrived, expected {num_frames}")
         if waveform is not None:
@@ -321,8 +367,8 @@ def _write_frames(
         except BaseException:
             for file in named:
                 file.unlink(missing_ok=True)
-            named.clear()
             raise
+    return named
 
 
 def _write_picture(

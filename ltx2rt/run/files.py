@@ -14,12 +14,14 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import CLIP, flags_of
 from ltx2rt.media.output import (
     CONTAINERS,
-    NUMBER,
     STILLS,
     check_output,
     check_signed,
+    end_of,
     is_numbered,
     is_part,
+    is_still,
+    sound_beside,
 )
 from ltx2rt.media.provenance import Signature, read_signature
 from ltx2rt.notes import note
@@ -72,9 +74,9 @@ class Files(Marks):
 
     outputs: tuple[Path, ...] = flag(
         (),
-        "file to write: *.mp4, *.mov, *.webm, *.gif, *%05d.png, *%05d.exr, *.wav, of one frame "
-        "*.png, *.jpg, *.webp (default: ltx2rt-SEED.mp4, unless --latents-out is given); a video "
-        "and numbered frames of one clip as well",
+        "files to write: *.mp4, *.mov, *.webm, *.gif, *%05d.png, *%05d.exr, *.wav, of one frame "
+        "*.png, *.jpg, *.webp, of more *first.png, *last.png (default: ltx2rt-SEED.mp4, unless "
+        "--latents-out is given)",
         Path,
         name="--output",
         repeat=True,
@@ -96,15 +98,22 @@ class Files(Marks):
     )
 
     def __post_init__(self) -> None:
-        """Keep the last of several names, unless they are a video and its frames."""
-        kinds = [NUMBER.search(path.name) is not None for path in self.outputs]
-        if kinds != [False, True]:
-            object.__setattr__(self, "outputs", self.outputs[-1:])
+        """Put the clip before what else is made of it, whatever the order that was given. The sound
+        next to numbered frames is not named again."""
+        sounds = [sound_beside(path) for path in self.outputs if is_numbered(path)]
+        named = [path for path in dict.fromkeys(self.outputs) if path not in sounds]
+        named.sort(key=lambda path: path.suffix.lower() in (".gif", ".wav", *STILLS))
+        object.__setattr__(self, "outputs", tuple(named))
 
     @property
     def output(self) -> Path | None:
         """The clip's first file."""
         return next(iter(self.outputs), None)
+
+    @property
+    def is_picture(self) -> bool:
+        """Whether nothing but pictures is named, each of one frame."""
+        return bool(self.outputs) and all(map(is_still, self.outputs))
 
     def clips(self, seeds: Sequence[int]) -> list[tuple[Path, ...]]:
         """The files of each video."""
@@ -123,13 +132,13 @@ class Files(Marks):
 
     def named(self, suffix: str, seeds: Sequence[int]) -> Files:
         """The files with a name for the clip if it has none, or a folder: one that is free."""
-        folder = self.output or Path()
-        if (self.output or self.latents_out) and not (self.output and folder.is_dir()):
+        folder = next((path for path in self.outputs if path.is_dir()), None)
+        if (self.output or self.latents_out) and folder is None:
             return self
         stem = UNNAMED if len(seeds) > 1 else f"{UNNAMED}-{seeds[0]}"
-        names = (folder / f"{stem}{f'-{n}' if n else ''}{suffix}" for n in count())
+        names = ((folder or Path()) / f"{stem}{f'-{n}' if n else ''}{suffix}" for n in count())
         free = next(n for n in names if not any(file.exists() for file in video_files(n, seeds)))
-        return replace(self, outputs=(free, *self.outputs[1:]))
+        return replace(self, outputs=(free, *(path for path in self.outputs if path != folder)))
 
     def check(
         self,
@@ -151,8 +160,9 @@ class Files(Marks):
             check_output(clip, num_frames)
         self.check_marks(clips)
         check_outputs(named, inputs)
-        for (flag, path), clip in product(named[len(clips) :], clips):
-            if path.parent.resolve() == clip.parent.resolve() and is_part(clip, path.name):
+        for (flag, path), clip in product(named, clips):
+            beside = path != clip and path.parent.resolve() == clip.parent.resolve()
+            if beside and is_part(clip, path.name):
                 what = f"a frame or the sound of --output {clip}"
                 raise InputError(f"{flag}: {path} would be {what}; choose another name")
 
@@ -166,6 +176,8 @@ def video_files(output: Path | None, seeds: Sequence[int]) -> list[Path]:
     """`output` itself, or with the seed in its name if there are several videos."""
     if output is None or len(seeds) == 1:
         return [output] if output else []
+    if end_of(output):
+        return [output.with_stem(f"{seed}-{output.stem}") for seed in seeds]
     return [output.with_stem(f"{output.stem}-{seed}") for seed in seeds]
 
 

@@ -4,7 +4,7 @@ are taken, and its files. The commands, Python, workers and validation share `Ru
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -16,7 +16,7 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import to_rgb8
-from ltx2rt.media.output import FileState, write_clip
+from ltx2rt.media.output import FileState, write_clips
 from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Marks
@@ -113,16 +113,12 @@ class Run:
         return labels(self.session, self.request, number, self.marks)
 
     def save(
-        self,
-        number: int,
-        path: Path,
-        frames: Iterator[np.ndarray] | None = None,
-        beside: Path | None = None,
+        self, number: int, paths: Sequence[Path], frames: Iterator[np.ndarray] | None = None
     ) -> dict[Path, FileState]:
-        """Write a video in the form that its name says; the files that were made. frames: in place
-        of the next ones of the run. beside: as of `write_clip`."""
-        return write_clip(
-            path,
+        """Write a video in the forms that the names say; the files that were made. frames: in place
+        of the next ones of the run."""
+        return write_clips(
+            paths,
             frames if frames is not None else next(self.state.frames, iter(())),
             num_frames=self.request.clip_frames,
             fps=self.request.clip_fps,
@@ -130,7 +126,6 @@ class Run:
             sample_rate=self.sample_rate,
             **self.labels(number),
             hdr=high_range(self.session, self.request),
-            beside=beside,
         )
 
 

@@ -47,7 +47,7 @@ class Validation:
                 run.make()
                 suffix = "mp4" if run.plan.makes(FRAMES) else "wav"
                 made.append(target / f"{number:02d}.{suffix}")
-                run.save(0, made[-1])
+                run.save(0, made[-1:])
         finally:
             session.weights.close()
         return made

@@ -7,7 +7,7 @@ from math import prod
 from pathlib import Path
 
 from ltx2rt.media.mp4 import AAC_BITS_PER_S
-from ltx2rt.media.output import STILLS, remove_made
+from ltx2rt.media.output import STILLS, is_still, remove_made
 from ltx2rt.run.files import Files, video_files, write_report
 from ltx2rt.run.plan import Plan
 from ltx2rt.run.run import Run
@@ -24,13 +24,11 @@ def write_files(run: Run, files: Files) -> list[Path]:
     leaves no file. Returns the names of the clips; without any, that of the latents."""
     clips = files.clips(run.request.seeds)
     with ExitStack() as undo:
-        for i, (output, *frames) in enumerate(clips):
-            if recorded := run.recorded:
-                undo.callback(remove_made, recorded.finish(output))
-            if frames or not recorded:
-                beside = frames[0] if frames and not recorded else None
-                made = run.save(i, frames[0] if recorded else output, beside=beside)
-                undo.callback(remove_made, made)
+        for i, paths in enumerate(clips):
+            if run.recorded:
+                undo.callback(remove_made, run.recorded.finish(paths[0]))
+            if rest := paths[1:] if run.recorded else paths:
+                undo.callback(remove_made, run.save(i, rest))
         if files.latents_out:
             write_arrays(files.latents_out, run.state.record)
             undo.callback(files.latents_out.unlink, missing_ok=True)
@@ -51,7 +49,9 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     clip, sizes = 0, dict[Path, int]()
     for output in files.outputs:
         per_pixel = FRAME_BYTES_PER_PIXEL.get(output.suffix.lower(), wide * BYTES_PER_PIXEL)
-        clip = int(pixels * per_pixel + seconds * AAC_BITS_PER_S / 8) + 2**16
+        shown = 1 if is_still(output) else request.clip_frames
+        clip = int(pixels * per_pixel * shown / request.clip_frames)
+        clip += int(seconds * AAC_BITS_PER_S / 8) + 2**16
         sizes |= dict.fromkeys(video_files(output, request.seeds), clip)
     if request.in_segments and (output := files.output or files.latents_out):
         kept = 4 * (wide * pixels + samples)

@@ -232,7 +232,7 @@ def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
             waveform = made.waveform(number)
             frames = zipped(frames, path.with_suffix(FRAMES), hdr, waveform, made.sample_rate)
         if made.recorded is None:
-            made.save(number, path, frames)
+            made.save(number, [path], frames)
         else:
             made.recorded.finish(path)
             deque(frames if job.get("frames") else islice(frames, 1), maxlen=0)

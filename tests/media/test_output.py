@@ -119,7 +119,7 @@ def test_a_failure_leaves_nothing(tmp_path, name, chunks, error):
 @pytest.mark.parametrize("name, said", [
     ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.gif, \*\.png, \*\.exr, \*\.jpg, "),
     ("a", "not named"),
-    ("frames.png", r"one picture; add --num-frames 1, or number .*: .*%05d\.png"),
+    ("frames.png", r"one picture; add --num-frames 1, name it .*, or number .*: .*%05d\.png"),
     ("%d-%d.png", r"unknown way; write one %d, or %01d to %09d: .*%05d\.png"),
     *((name, "unknown way") for name in ("100%-%d.png", "%s.png", "%5d.png", "%0d.png")),
 ])  # fmt: skip
@@ -203,9 +203,12 @@ def test_a_form_fits_what_is_made_and_the_encoders(tmp_path, monkeypatch):
     wrong = ("a.wav", True, True), ("a.mp4", False, True), ("a.wav", False, False)
     for name, video, sound in wrong:
         with refused("--output: "):
-            check_streams(tmp_path / name, video, sound)
-    check_streams(tmp_path / "a.wav", False, True)
-    check_streams(tmp_path / "a-%d.png", True, False)
+            check_streams([tmp_path / name], video, sound)
+    check_streams([tmp_path / "a.wav"], False, True)
+    check_streams([tmp_path / "a-%d.png"], True, False)
+    check_streams([tmp_path / "a.wav", tmp_path / "a.mp4"], True, True)
+    with refused("no sound is made"):
+        check_streams([tmp_path / "a.wav", tmp_path / "a.mp4"], True, False)
     assert output.SUFFIXES[-1] == ".wav" and set(output.CONTAINERS) == {".mp4", ".mov", ".webm"}
 
 
@@ -248,6 +251,53 @@ def test_a_gif_moves_in_time_and_tells_its_settings(tmp_path, capsys, fps, count
             assert np.sqrt((error**2).mean()) < 4  # 256 colours of a smooth picture
             assert abs(lasting_ms - 1000 * i * step / fps) <= 5  # half a tick
             lasting_ms += image.info["duration"]
+
+
+ALL = "%05d.png", "last.png", "a.mp4", "b.mov", "a.gif", "own.wav", "a-first.jpg"
+
+
+def write_all(folder, chunks, names=ALL, **more):
+    given = {"num_frames": 17, "fps": NTSC, "comment": COMMENT}
+    given |= {"waveform": tone(0.4, 24000), "sample_rate": 24000}
+    return output.write_clips([folder / name for name in names], chunks, **given | more)
+
+
+def test_one_clip_is_written_in_every_form_at_once(tmp_path):
+    """Each is the file of a run of its own; the chunks are taken once."""
+    made = write_all(tmp_path / "all", iter([clip()[:, :9], clip()[:, 9:]]))
+    for name in ALL:
+        if not name.endswith(("last.png", "first.jpg")):
+            write(tmp_path / "own" / name)
+    own = sorted((tmp_path / "own").iterdir())
+    assert len(made) == len(own) + 2 == len(list((tmp_path / "all").iterdir()))
+    for path in own:
+        assert (tmp_path / "all" / path.name).read_bytes() == path.read_bytes()
+    found = [
+        np.asarray(Image.open(tmp_path / "all" / n), float) for n in ("last.png", "a-first.jpg")
+    ]
+    assert np.array_equal(found[0], to_rgb8(clip())[-1])
+    assert np.sqrt(((found[1] - to_rgb8(clip())[0]) ** 2).mean()) < 4
+
+
+def no_room(*_, **how):
+    raise OSError(errno.ENOSPC, "no room")
+
+
+@pytest.mark.parametrize("broken", [None, "_write_gif", "write_mp4", "write_wav", "_write_picture"])
+@pytest.mark.parametrize(
+    "chunks", [lambda: [clip(9)], failing, lambda: [clip()[:, [n]] for n in range(17)]]
+)
+def test_of_several_forms_all_appear_or_none(tmp_path, monkeypatch, broken, chunks):
+    whole = len(chunks()) == 17 if chunks is not failing else False
+    if broken:
+        monkeypatch.setattr(output, broken, no_room)
+    if whole and not broken:
+        write_all(tmp_path, chunks())
+        assert len(list(tmp_path.iterdir())) == len(ALL) + 17
+        return
+    with pytest.raises((ValueError, KeyboardInterrupt, OSError)):
+        write_all(tmp_path, chunks())
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("suffix", ["mp4", "webm", "gif"])
