@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import durations, opened
+from ltx2rt.media.mp4 import durations
+from ltx2rt.media.streams import opened
 
 RATE = 48000  # Hz; the rate for which BS.1770 tabulates its filters
 PSNR_CAP_DB = 200.0  # identical pictures; one wrong level in a 20 s 4K clip is still below it

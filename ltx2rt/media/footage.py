@@ -16,24 +16,27 @@ import numpy as np
 
 from ltx2rt.media.images import Resize
 from ltx2rt.media.sound import read_sound, resample
+from ltx2rt.media.streams import AUTO, Tracks
 from ltx2rt.media.video import VideoInfo, read_frames, video_info
 
 
 @dataclass(frozen=True)
 class Footage:
     """flag: names the file in messages. info: of the file, at its own size. resize: brings its
-    pictures to another. window: the frames that are taken, None: all."""
+    pictures to another. window: the frames that are taken, None: all. tracks: of the file, which
+    the user chose."""
 
     path: Path
     flag: str
     info: VideoInfo
     resize: Resize | None = None
     window: range | None = None
+    tracks: Tracks = AUTO
 
     @classmethod
-    def read(cls, path: Path, flag: str, most: int | None = None) -> Footage:
+    def read(cls, path: Path, flag: str, most: int | None = None, tracks: Tracks = AUTO) -> Footage:
         """A file, of which the first `most` frames or all are decoded once. Raises InputError."""
-        return cls(path, flag, video_info(path, flag, most))
+        return cls(path, flag, video_info(path, flag, most, tracks.video), tracks=tracks)
 
     @property
     def size(self) -> tuple[int, int]:
@@ -58,7 +61,7 @@ class Footage:
     def frames(self, wide: bool = False) -> Iterator[np.ndarray]:
         """As of `read_frames`, those that are taken."""
         taken = self.taken
-        read = read_frames(self.path, self.flag, taken.stop, wide, self.resize)
+        read = read_frames(self.path, self.flag, taken.stop, wide, self.resize, self.tracks.video)
         return islice(read, taken.start, None)
 
     @property
@@ -71,7 +74,8 @@ class Footage:
     def _sound(self) -> tuple[np.ndarray, int, list[str]]:
         said: list[str] = []
         length_s = float(len(self.taken) / self.info.fps)
-        return *read_sound(self.path, self.start_s, length_s, on_time=True, say=said.append), said
+        how = {"on_time": True, "say": said.append, "track": self.tracks.audio}
+        return *read_sound(self.path, self.start_s, length_s, **how), said
 
     def sound(self, rate: int) -> np.ndarray:
         """f32[2, N] at `rate` Hz, as long as the frames, or silence. Raises InputError."""

@@ -11,12 +11,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
@@ -27,6 +26,7 @@ import numpy as np
 from ltx2rt.atomic_file import replacing
 from ltx2rt.media.hdr import ten_bits, to_codes
 from ltx2rt.media.provenance import Origin
+from ltx2rt.media.streams import opened, tagged_s
 from ltx2rt.system import WRITE
 
 AAC_FRAME = 1024  # samples
@@ -417,25 +417,6 @@ def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate
     container.mux(stream.encode())
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """A container for reading. FFmpeg gets the open file and no protocol, so it fetches nothing
-    that a path or a playlist names. Tags need not be text. Raises OSError if it is no file.
-    """
-    import av
-
-    if not path.is_file():
-        raise OSError("not a file")
-    tags: dict[str, Any] = {}
-    if hasattr(av.container.InputContainer, "metadata_errors"):  # PyAV 19 reads any tags
-        tags["metadata_errors"] = "replace"
-    with (
-        path.open("rb") as file,
-        av.open(file, options={"protocol_whitelist": "none"}, **tags) as container,
-    ):
-        yield container
-
-
 def durations(path: Path) -> Durations:
     """The times in the file's own index, or the tags that FFmpeg writes in a WebM."""
 
@@ -447,14 +428,6 @@ def durations(path: Path) -> Durations:
     with opened(path) as container:
         found = {stream.type: seconds(stream) for stream in container.streams}
     return Durations(found["video"], found.get("audio"))
-
-
-def tagged_s(stream: Any) -> Fraction | None:
-    """Seconds of Matroska's tag DURATION, such as 00:00:01.250000000."""
-    if found := re.fullmatch(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):
-        hours, minutes, seconds = map(Fraction, found.groups())
-        return 3600 * hours + 60 * minutes + seconds
-    return None
 
 
 def _verify(path: Path, num_frames: int, fps: Fraction, sample_rate: int | None) -> Durations:

@@ -10,9 +10,10 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ import numpy as np
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import fit_audio, opened, tagged_s
+from ltx2rt.media.mp4 import fit_audio
 from ltx2rt.media.provenance import Origin
+from ltx2rt.media.streams import chosen_audio, opened, tagged_s
 from ltx2rt.notes import note
 
 # words for 0 and 1
@@ -32,6 +34,7 @@ MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 SYNC_S = 0.02
 # FFmpeg's readers of headers that count samples
 COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")
+BLOCK = 2**18  # samples of silence at once
 LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
 # Parameters of the low-pass: torchaudio's defaults, which the reference takes.
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99
@@ -43,9 +46,24 @@ def read_sound(
     max_duration_s: float | None = None,
     on_time: bool = False,
     say: Callable[[str], None] = note,
+    track: int | None = None,
 ) -> tuple[np.ndarray, int]:
-    """The samples of a file's first audio stream from `start_s` on, f32[1 or 2, N], and their rate
-    in Hz.
+    """The samples of a file's sound from `start_s` on, f32[1 or 2, N], and their rate in Hz, as
+    `sound_blocks` gives them."""
+    read = [*sound_blocks(path, start_s, max_duration_s, on_time, say, track)]
+    return np.concatenate([block for _, block in read], 1), read[0][0]
+
+
+def sound_blocks(
+    path: Path,
+    start_s: float = 0.0,
+    max_duration_s: float | None = None,
+    on_time: bool = False,
+    say: Callable[[str], None] = note,
+    track: int | None = None,
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The rate in Hz and a part of a file's samples, f32[1 or 2, n], one after another from
+    `start_s` on. track: its number in the file, from 1; None: `chosen_audio`.
 
     Whole numbers are divided by 2^(bits - 1). 8-bit numbers are unsigned, and 128 is taken off
     first, which the reference leaves out: their silence is 0 here and 1 there. The cuts are
@@ -54,141 +72,235 @@ def read_sound(
     after as much silence. Everything before is decoded, not sought: a seek is not exact in every
     format.
 
-    Silence replaces lost samples: it is put before a frame that starts over SYNC_S after the
-    samples before it. A frame without a time follows these at once. say: gets a sentence about such
-    silence, and one about sound that is shorter than its header states.
+    Silence replaces lost samples: packets that cannot be decoded, and what lacks before a frame
+    that starts over SYNC_S after the samples before it. A frame without a time follows these at
+    once. say: gets a sentence about such silence, and one about sound that is shorter than its
+    header states.
 
     More than two channels are mixed to stereo by libswresample's matrix, which `say` hears of.
 
-    Raises InputError if there is no sound, it cannot be decoded, has times that go back, or is far
-    beyond full scale.
+    Raises InputError if there is no sound, nothing of it can be decoded, it has times that go back,
+    or is far beyond full scale.
     """
-    track = _decoded(path, start_s, max_duration_s, on_time)
-    end = min(track.position, track.stop)
-    waveform = np.zeros((track.channels, max(end - track.skip, 0)), np.float32)
-    for at, samples in track.pieces:
-        start = max(at - track.skip, 0)
-        waveform[:, start : start + samples.shape[1]] = samples
-    if not waveform.size:
+    from av.error import FFmpegError
+
+    try:
+        with opened(path) as container:
+            if not container.streams.audio:
+                raise InputError(f"{path}: holds no sound; pass a file with an audio stream")
+            choice = chosen_audio(path, container, track)
+    except (FFmpegError, OSError) as error:
+        raise InputError(f"{path}: no readable sound ({error}); save it again as WAV") from error
+    if not choice.indices:
+        raise InputError(f"{path}: its sound is of no known codec; save it again as WAV")
+    for sentence in choice.said:
+        say(f"{path}: {sentence}")
+    cut = start_s, max_duration_s, on_time, say
+    sides = [_blocks(path, index, *cut) for index in choice.indices]
+    yield from sides[0] if len(sides) == 1 else _paired(sides)
+
+
+def _paired(sides: Sequence[Iterator[tuple[int, np.ndarray]]]) -> Iterator[tuple[int, np.ndarray]]:
+    """Two tracks of one channel each as left and right; the shorter one ends in silence."""
+    held, rate = [np.zeros((1, 0), np.float32)] * 2, 0
+    for parts in zip_longest(*sides):
+        rate = next(part[0] for part in parts if part)
+        held = [
+            np.concatenate([x, part[1]], 1) if part else x
+            for x, part in zip(held, parts, strict=True)
+        ]
+        size = min(x.shape[1] for x in held)
+        if size:
+            yield rate, np.concatenate([x[:, :size] for x in held])
+        held = [x[:, size:] for x in held]
+    if size := max(x.shape[1] for x in held):
+        yield rate, np.concatenate([np.pad(x, ((0, 0), (0, size - x.shape[1]))) for x in held])
+
+
+def _blocks(
+    path: Path, index: int, start_s: float, max_duration_s: float | None, on_time: bool,
+    say: Callable[[str], None],
+) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
+    """As `sound_blocks`, of one stream."""
+    track = _Track(path, start_s, max_duration_s, on_time)
+    for frame in _decoded(path, index, track):
+        for block in track.samples(frame):
+            yield track.rate, block
+    if track.form is None:
+        raise track.unreadable()
+    for block in track.silence(track.unread_s):
+        yield track.rate, block
+    if not track.given:
         late = f"ends before {start_s:g} s; start earlier"
         where = late if track.position else "is empty; pass another file"
         raise InputError(f"{path}: its sound {where}")
-    if not np.isfinite(waveform).all():
-        raise InputError(f"{path}: its sound holds NaN or infinite samples; save it again")
-    if (peak := max(waveform.max(), -waveform.min())) > LOUDEST:
-        advice = "divide them by their full scale, which is 32768 for numbers of 16 bits"
-        raise InputError(f"{path}: its samples reach {peak:.3g}, expected -1 to 1; {advice}")
-    if track.mixed:
-        say(f"{path}: its sound ({track.mixed}) is mixed to stereo")
-    if track.lost:
-        lost_s, where = sum(s for _, s in track.lost), f"at {track.lost[0][0]:.4g} s"
-        if len(track.lost) > 1:
-            where = f"in {len(track.lost)} places, the first {where}"
-        say(f"{path}: {lost_s:.3g} s of its sound are missing {where}; silence is put there")
-    late_s = 2 * track.longest / track.rate  # a codec adds a frame or less
-    if track.position < track.stop and track.promised_s - track.ends_s > late_s:
-        ends = f"ends at {track.ends_s:.4g} s, its header says {track.promised_s:.4g} s"
-        say(f"{path}: its sound {ends}; if it is cut, copy it again")
-    return waveform, track.rate
+    for sentence in track.sentences():
+        say(f"{path}: {sentence}")
+
+
+def _decoded(path: Path, index: int, track: _Track) -> Iterator[Any]:
+    """The stream's frames, up to the end of the wanted part. Raises InputError."""
+    from av.error import FFmpegError
+
+    try:
+        with opened(path) as container:
+            stream = container.streams[index]
+            track.promised_s = _promised_s(container, stream)
+            for packet in container.demux(stream):
+                try:
+                    frames = packet.decode()
+                except FFmpegError as error:
+                    track.fail(packet, error)
+                    continue
+                for frame in frames:
+                    yield frame
+                    if track.position >= track.stop:
+                        return
+    except (FFmpegError, OSError) as error:
+        raise InputError(f"{path}: no readable sound ({error}); save it again as WAV") from error
 
 
 @dataclass
 class _Track:
-    """Decoded samples in pieces, by the number of their first sample from the stream's start.
+    """A stream's samples, counted from its start.
 
-    Samples `skip` to `stop` are wanted, `position` is behind the last one decoded. lost: when the
-    file has lost sound, and for how many seconds. longest: samples of its longest frame.
-    mixed: the layout of more than two channels, which are mixed to stereo.
+    Samples `skip` to `stop` are wanted, `position` is behind the last one decoded, `given` of them
+    have been yielded. unread_s: length of packets, since the latest frame, that cannot be decoded.
+    lost: when the file has lost sound, and for how many seconds. longest: samples of its longest
+    frame. form: kind of numbers, channels and rate; mixed: the layout of more than two channels.
     """
 
+    path: Path
+    start_s: float
+    max_duration_s: float | None
+    on_time: bool
+    form: tuple[str, int, int] | None = None
     channels: int = 1
     rate: int = 1
     first_s: float = 0.0
     skip: int = 0
     stop: int = sys.maxsize
     position: int = 0
+    given: int = 0
     longest: int = 0
     promised_s: float = 0.0
+    unread_s: float = 0.0
     mixed: str = ""
-    pieces: list[tuple[int, np.ndarray]] = field(default_factory=list)
+    mixer: Any = None
+    error: Exception | None = None
     lost: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def ends_s(self) -> float:
         return self.first_s + self.position / self.rate
 
-    def add(self, path: Path, frame: Any) -> None:
-        """Append the next frame, after silence for samples lost before it."""
-        gap = round(_late_s(path, frame, self.ends_s) * self.rate)
-        start = max(self.position, self.skip)
-        if (missing := min(self.position + gap, self.stop) - start) > 0:
-            self.lost.append((self.first_s + start / self.rate, missing / self.rate))
-        self.position += gap
-        wanted = _numbers(frame, self.skip - self.position, self.stop - self.position)
-        self.pieces.append((self.position, wanted))
+    def fail(self, packet: Any, error: Exception) -> None:
+        """Note a packet that cannot be decoded."""
+        self.error = self.error or error
+        self.unread_s += float((packet.duration or 0) * (packet.time_base or 0))
+
+    def unreadable(self) -> InputError:
+        if self.error is None:
+            return InputError(f"{self.path}: its sound is empty; pass another file")
+        text = f"{self.path}: no readable sound ({self.error}); save it again as WAV"
+        return InputError(text)
+
+    def samples(self, decoded: Any) -> Iterator[np.ndarray]:
+        """The next frame, after silence for samples lost before it."""
+        frame, kind = self._stereo(decoded), decoded.format.name.removesuffix("p")
+        form = kind, decoded.layout.nb_channels, decoded.sample_rate
+        if self.form is None:
+            self._begin(form, decoded, frame)
+            if self.skip < 0:
+                yield from self._wanted(np.zeros((self.channels, -self.skip), np.float32))
+        if form != self.form:
+            change = f"its sound changes from {self.form} to {form}"
+            raise InputError(f"{self.path}: {change}; save it again as WAV")
+        yield from self.silence(self._late_s(frame))
+        samples = _numbers(frame, self.skip - self.position, self.stop - self.position)
+        if not np.isfinite(samples).all():
+            raise InputError(f"{self.path}: its sound holds NaN or infinite samples; save it again")
+        if samples.size and (peak := np.abs(samples).max()) > LOUDEST:
+            advice = "divide them by their full scale, which is 32768 for numbers of 16 bits"
+            reach = f"its samples reach {peak:.3g}, expected -1 to 1"
+            raise InputError(f"{self.path}: {reach}; {advice}")
         self.position += frame.samples
         self.longest = max(self.longest, frame.samples)
+        yield from self._wanted(samples)
+
+    def silence(self, seconds: float) -> Iterator[np.ndarray]:
+        """Samples that the file lacks, where they are wanted."""
+        gap, start = round(seconds * self.rate), max(self.position, self.skip)
+        missing = min(self.position + gap, self.stop) - start
+        if missing > 0:
+            self.lost.append((self.first_s + start / self.rate, missing / self.rate))
+        self.position += gap
+        for at in range(0, missing, BLOCK):
+            yield from self._wanted(np.zeros((self.channels, min(BLOCK, missing - at)), np.float32))
+
+    def _wanted(self, samples: np.ndarray) -> Iterator[np.ndarray]:
+        if samples.shape[1]:
+            self.given += samples.shape[1]
+            yield samples
+
+    def _begin(self, form: tuple[str, int, int], decoded: Any, frame: Any) -> None:
+        kind = frame.format.name.removesuffix("p")
+        if kind not in LEVELS:
+            known = ", ".join(LEVELS)
+            said = f"its samples are {kind}, known: {known}"
+            raise InputError(f"{self.path}: {said}; save it again in 16, 24 or 32 bits")
+        check_rate(self.path, frame.sample_rate)
+        self.form, self.rate = form, frame.sample_rate
+        self.channels = frame.layout.nb_channels
+        self.first_s = (frame.time or 0.0) - self.unread_s
+        self.mixed = decoded.layout.name if form[1] > 2 else ""
+        skip = round((self.start_s - self.first_s) * self.rate)
+        self.skip = skip if self.on_time else max(skip, 0)
+        if self.max_duration_s is not None:
+            self.stop = self.skip + round(self.max_duration_s * self.rate)
+
+    def _stereo(self, decoded: Any) -> Any:
+        """The frame, of more than two channels mixed to stereo."""
+        from av import AudioResampler
+
+        if decoded.layout.nb_channels <= 2:
+            return decoded
+        self.mixer = self.mixer or AudioResampler("fltp", "stereo", decoded.sample_rate)
+        (frame,) = self.mixer.resample(decoded)
+        frame.pts, frame.time_base = decoded.pts, decoded.time_base
+        return frame
+
+    def _late_s(self, frame: Any) -> float:
+        """Delay of a frame after the samples before it, 0 within SYNC_S unless a packet between
+        them cannot be decoded. Raises InputError if the frame is early: its times and samples
+        contradict each other, and either may be wrong."""
+        unread_s, self.unread_s = self.unread_s, 0.0
+        late_s = unread_s if frame.time is None else frame.time - self.ends_s
+        if late_s < -SYNC_S:
+            where = f"at {self.ends_s:.4g} s the times of its sound go back by {-late_s:.3g} s"
+            raise InputError(f"{self.path}: {where}; copy it again, or save it again as WAV")
+        if abs(late_s - unread_s) < SYNC_S:  # a container rounds times, and not lengths
+            return unread_s
+        return late_s if late_s > SYNC_S else 0.0
+
+    def sentences(self) -> Iterator[str]:
+        """What is mixed, missing or shorter than it should be."""
+        if self.mixed:
+            yield f"its sound ({self.mixed}) is mixed to stereo"
+        if self.lost:
+            lost_s, where = sum(s for _, s in self.lost), f"at {self.lost[0][0]:.4g} s"
+            if len(self.lost) > 1:
+                where = f"in {len(self.lost)} places, the first {where}"
+            how = "cannot be decoded" if self.error else "are missing"
+            yield f"{lost_s:.3g} s of its sound {how} {where}; silence is put there"
+        late_s = 2 * self.longest / self.rate  # a codec adds a frame or less
+        if self.position < self.stop and self.promised_s - self.ends_s > late_s:
+            says = f"its header says {self.promised_s:.4g} s; if it is cut, copy it again"
+            yield f"its sound ends at {self.ends_s:.4g} s, {says}"
 
 
-def _decoded(path: Path, start_s: float, max_duration_s: float | None, on_time: bool) -> _Track:
-    """Decode for `read_sound`. Raises InputError if that fails or the format changes."""
-    from av import AudioResampler
-    from av.error import FFmpegError
-
-    track, form = _Track(), None
-    try:
-        with opened(path) as container:
-            if not container.streams.audio:
-                raise InputError(f"{path}: holds no sound; pass a file with an audio stream")
-            mixer: Any = None
-            for decoded in container.decode(audio=0):
-                frame = decoded
-                kind, channels = frame.format.name.removesuffix("p"), frame.layout.nb_channels
-                this = (kind, channels, frame.sample_rate)
-                if channels > 2:
-                    mixer = mixer or AudioResampler("fltp", "stereo", frame.sample_rate)
-                    (frame,) = mixer.resample(decoded)
-                    frame.pts, frame.time_base = decoded.pts, decoded.time_base
-                    kind, channels = "flt", 2
-                if form is None:
-                    form = this
-                    if kind not in LEVELS:
-                        known = ", ".join(LEVELS)
-                        raise InputError(
-                            f"{path}: its samples are {kind}, known: {known}; save it again as WAV"
-                        )
-                    check_rate(path, frame.sample_rate)
-                    track = _Track(channels, frame.sample_rate, frame.time or 0.0)
-                    track.mixed = decoded.layout.name if this[1] > 2 else ""
-                    skip = round((start_s - track.first_s) * track.rate)
-                    track.skip = skip if on_time else max(skip, 0)
-                    if max_duration_s is not None:
-                        track.stop = track.skip + round(max_duration_s * track.rate)
-                if this != form:
-                    change = f"its sound changes from {form} to {this}"
-                    raise InputError(f"{path}: {change}; save it again as WAV")
-                track.add(path, frame)
-                if track.position >= track.stop:
-                    break
-            track.promised_s = _promised_s(container)
-    except (FFmpegError, OSError) as error:
-        raise InputError(f"{path}: no readable sound ({error}); save it again as WAV") from error
-    return track
-
-
-def _late_s(path: Path, frame: Any, due_s: float) -> float:
-    """Delay of a frame after `due_s`, 0 within SYNC_S. Raises InputError if the frame is early: its
-    times and samples contradict each other, and either may be wrong."""
-    late_s = 0.0 if frame.time is None else frame.time - due_s
-    if late_s < -SYNC_S:
-        where = f"at {due_s:.4g} s the times of its sound go back by {-late_s:.3g} s"
-        raise InputError(f"{path}: {where}; copy it again, or save it again as WAV")
-    return late_s if late_s > SYNC_S else 0.0
-
-
-def _promised_s(container: Any) -> float:
+def _promised_s(container: Any, stream: Any) -> float:
     """When the sound ends by its header, with what a codec adds; 0 where FFmpeg guesses."""
-    stream = container.streams.audio[0]
     if container.format.name in COUNTED and stream.duration:
         return float(((stream.start_time or 0) + stream.duration) * stream.time_base)
     return float(tagged_s(stream) or 0)

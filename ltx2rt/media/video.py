@@ -22,7 +22,8 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped, wide_to_709
 from ltx2rt.media.images import Resize
-from ltx2rt.media.mp4 import BT2020, opened, tagged_s
+from ltx2rt.media.mp4 import BT2020
+from ltx2rt.media.streams import chosen_video, moving, opened, tagged_s
 
 HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 COMMON_RATES = (
@@ -62,14 +63,18 @@ class VideoInfo:
         yield from self.ignored
 
 
-def video_info(path: Path, flag: str, most: int | None = None) -> VideoInfo:
+def video_info(
+    path: Path, flag: str, most: int | None = None, track: int | None = None
+) -> VideoInfo:
     """Facts of a video file; its frames are decoded, the first `most` of them or all, so that none
     fails later. Those of a file with a variable rate are the facts after resampling. flag: that
-    names the file, for messages. Raises InputError if it is no video, is truncated or damaged,
-    changes its size, or has no frame rate."""
+    names the file, for messages. track: as of `Tracks.video`. Raises InputError if it is no video,
+    is truncated or damaged, changes its size, or has no frame rate."""
     files = light_frames(path) or ([path] if path.is_file() else [])
     states = [file.stat() for file in files]
-    return _info(path, flag, most, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in states))
+    return _info(
+        path, flag, most, track, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in states)
+    )
 
 
 def light_frames(path: Path) -> list[Path]:
@@ -91,11 +96,11 @@ def _light_info(path: Path, flag: str, most: int | None) -> VideoInfo:
 
 
 @lru_cache(maxsize=32)
-def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
+def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any) -> VideoInfo:
     """As `video_info`, once for each state of the file."""
     if path.is_dir():
         return _light_info(path, flag, most)
-    with _reading(path, flag) as (container, stream):
+    with _reading(path, flag, track) as (container, stream, said):
         times, packets, first = [], 0, None
         for packet in container.demux(stream):
             packets += packet.size > 0
@@ -116,7 +121,10 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
         if first is None or not fps:
             wrong = "has no frames, or tells no frame rate"
             raise InputError(f"{flag}: {path} {wrong}; save it again as MP4")
-        fps, ignored = Fraction(fps), list(_ignored(stream, first))
+        fps, ignored = Fraction(fps), [*said, *_ignored(stream, first)]
+        sounds = [s.codec_context is not None for s in container.streams.audio]
+        if sounds and not any(sounds):
+            ignored.append("its sound is of no known codec, and is left out")
         if None not in times and len(times) > 1 and not 0 < times[-1] - times[0] < LONGEST_S:
             read = f"its frames are read at {float(fps):.4g} fps"
             ignored.append(f"its timestamps are damaged; {read}")
@@ -136,7 +144,7 @@ def _info(path: Path, flag: str, most: int | None, state: Any) -> VideoInfo:
             num_frames=len(times[:most]),
             fps=fps,
             rotation=turns * 90,
-            has_sound=bool(container.streams.audio),
+            has_sound=any(sounds),
             times_s=tuple(times[:most]),
             ignored=tuple(ignored),
             varies=mean,
@@ -190,28 +198,38 @@ def _truncated(path: Path, flag: str, count: int) -> InputError:
 
 
 def read_frames(
-    path: Path, flag: str, num_frames: int, wide: bool = False, resize: Resize | None = None
+    path: Path,
+    flag: str,
+    num_frames: int,
+    wide: bool = False,
+    resize: Resize | None = None,
+    track: int | None = None,
 ) -> Iterator[np.ndarray]:
     """The first `num_frames` frames, upright, u8[H, W, 3] each, or u16 where they are `wide`, f32
     of a folder of EXR images; decoded as they are taken. A variable rate is resampled by time, and
     high dynamic range is tone-mapped, unless wide. Raises InputError if one cannot be decoded,
     which `video_info` finds out first."""
-    count, info = 0, video_info(path, flag)  # a part of a variable rate has another average
-    for pixels in islice(_resampled(_decoded(path, flag, wide), info), num_frames):
+    count, info = (
+        0,
+        video_info(path, flag, None, track),
+    )  # a part of a variable rate has another average
+    for pixels in islice(_resampled(_decoded(path, flag, wide, track), info), num_frames):
         yield resize(pixels) if resize else pixels
         count += 1
     if count < num_frames:
         raise _truncated(path, flag, count)
 
 
-def _decoded(path: Path, flag: str, wide: bool) -> Iterator[tuple[Fraction | None, np.ndarray]]:
+def _decoded(
+    path: Path, flag: str, wide: bool, track: int | None = None
+) -> Iterator[tuple[Fraction | None, np.ndarray]]:
     """Times and upright pixels of all frames."""
     if path.is_dir():
         for file in light_frames(path):
             pixels = read_exr(file, flag)
             yield None, pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2]
         return
-    with _reading(path, flag) as (container, stream):
+    with _reading(path, flag, track) as (container, stream, _):
         codec, shown = stream.codec_context, np.asarray
         if transfer := HIGH_RANGES.get(codec.color_trc):
             shown = partial(tone_mapped, transfer=transfer.lower())
@@ -245,18 +263,21 @@ def _resampled(
 
 
 @contextmanager
-def _reading(path: Path, flag: str) -> Iterator[tuple[Any, Any]]:
-    """The container and its moving video stream. FFmpeg's refusals become InputErrors."""
+def _reading(
+    path: Path, flag: str, track: int | None
+) -> Iterator[tuple[Any, Any, tuple[str, ...]]]:
+    """The container, the video stream of `chosen_video`, and sentences about the choice. FFmpeg's
+    refusals become InputErrors."""
     from av.error import FFmpegError
-    from av.stream import Disposition
 
     try:
         with opened(path) as container:
-            pictures = Disposition.attached_pic
-            moving = [s for s in container.streams.video if not s.disposition & pictures]
-            if not moving:
-                raise InputError(f"{flag}: {path} has no video; expected a file such as *.mp4")
-            yield container, moving[0]
+            choice = chosen_video(container, track)
+            if not choice.indices:
+                unknown = "has video of no known codec; save it again as MP4"
+                none = "has no video; expected a file such as *.mp4"
+                raise InputError(f"{flag}: {path} {unknown if moving(container) else none}")
+            yield container, container.streams[choice.indices[0]], choice.said
     except (FFmpegError, OSError) as error:
         wrong = f"is no readable video ({getattr(error, 'strerror', None) or error})"
         raise InputError(f"{flag}: {path} {wrong}; save it again as MP4") from error

@@ -10,7 +10,7 @@ from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import INPUTS, flags_of, parse_seconds
+from ltx2rt.flags import INPUTS, flag_like, flags_of, parse_seconds
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups import NEW, PICTURES
@@ -19,6 +19,7 @@ from ltx2rt.pipelines.groups.guidance import ByWeights, Nag, VideoScales
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import STEP, Size
+from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.pipelines.request import Loras, Request
@@ -48,6 +49,7 @@ class GivenSound(Group):
     audio_max_duration: float | None = flag(
         None, "seconds of the sound at most (default: all, or the clip's)", parse_seconds, above=0
     )
+    audio_track: int | None = flag_like(SourceClip, "audio_track")
     audio_fit: str = flag(
         "error", "refuse sound that is too short, or add silence", choices=("error", "pad")
     )
@@ -68,7 +70,7 @@ class GivenSound(Group):
         if not (request.length_by_sound or asked_s) or path is None or not path.is_file():
             return {}
         cut = self.audio_start_time, self.audio_max_duration
-        waveform, rate = read_sound(path, *cut, say=lambda text: None)
+        waveform, rate = read_sound(path, *cut, say=lambda text: None, track=self.audio_track)
         heard_s = waveform.shape[1] / rate
         within = frames_within(heard_s, request.fps, STEP)
         if asked_s and not heard_s >= asked_s > within / request.fps:
@@ -89,7 +91,8 @@ class GivenSound(Group):
     def stage(self, request: Any, full: Geometry) -> SourceSound:
         assert self.audio_path is not None, "the request is not checked"
         cut = self.audio_start_time, self.audio_max_duration, self.audio_fit
-        return SourceSound(self.audio_path, full, *cut, request.num_videos, request.audio)
+        how = {"track": self.audio_track}
+        return SourceSound(self.audio_path, full, *cut, request.num_videos, request.audio, **how)
 
 
 class AudioToVideo(Request):

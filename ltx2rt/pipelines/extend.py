@@ -183,9 +183,11 @@ class Extend(Request):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         full, seam = self.geometry(model), self.seam
         before, after = self.clips
-        heard = [clip if clip and clip.info.has_sound else None for clip in (before, after)]
+        heard = [
+            clip if clip and self.audio and clip.info.has_sound else None for clip in self.clips
+        ]
         until, since = Fraction(seam.before) / self.fps, Fraction(seam.stop) / self.fps
-        if before:  # its sound may end a little before its frames do
+        if before and heard[0]:  # its sound may end a little before its frames do
             until -= before.num_frames / self.fps - before.heard_s
         seam = replace(seam, heard_s=until)
         mask = kept_sound(full, until if heard[0] else Fraction(0), since if heard[1] else None)

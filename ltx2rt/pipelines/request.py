@@ -367,8 +367,8 @@ class Request:
 
     @property
     def keeps_sound(self) -> bool:
-        """Whether the clip keeps sound of the given file."""
-        return self.source.info.has_sound and self.sound in (None, "keep")
+        """Whether the clip keeps sound of the given file; without sound of its own it reads none."""
+        return self.audio and self.source.info.has_sound and self.sound in (None, "keep")
 
     def measured(self: R) -> R:
         """The request with a length that a file decides. Raises InputError."""

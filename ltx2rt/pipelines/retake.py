@@ -133,6 +133,11 @@ class Retake(Request):
         window = self.source.window or seen_window(info, self.region_s, model)
         return {"source": replace(self.source, window=window)}
 
+    @property
+    def keeps_sound(self) -> bool:
+        """With --no-audio, too, where new pictures are made for the file's sound."""
+        return self.keep == "audio" or super().keeps_sound
+
     # --- what is made -----------------------------------------------------------------------------
 
     @property

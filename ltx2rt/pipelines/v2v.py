@@ -74,7 +74,7 @@ class VideoToVideo(Request):
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """Makes new sound first, for the file's pictures, by all steps of the schedule."""
         full, clip = self.geometry(model), self[SourceClip]
-        silent = self.sound == "keep" and not self.source.info.has_sound
+        silent = self.sound == "keep" and not self.keeps_sound
         stages: list[Stage] = [clip.video(self, model, options)]
         if self.sound != "new" and not silent:
             stages += [clip.sound(self, model, sound=self.audio and self.sound == "keep")]

@@ -142,7 +142,7 @@ def _size_px(path: Path) -> tuple[int, int]:
 
 
 def read_media(kind: str, path: Path) -> None:
-    from ltx2rt.media.mp4 import opened
+    from ltx2rt.media.streams import opened
 
     with opened(path) as container:
         streams = [*container.streams.audio, *container.streams.video]

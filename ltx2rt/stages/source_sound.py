@@ -38,7 +38,7 @@ class SourceSound(Stage):
     fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to
     the clip's end, and "zeros" appends zeros to its latents; then sound that begins after `start_s`
     also has silence before it. sound: whether it becomes the clip's sound. record: the latents'
-    name in `--latents-out`.
+    name in `--latents-out`. track: as of `Tracks.audio`.
     """
 
     path: Path
@@ -49,6 +49,7 @@ class SourceSound(Stage):
     num_videos: int = 1
     sound: bool = True
     record: str = "audio_input"
+    track: int | None = None
     name = "source sound"
 
     @property
@@ -66,8 +67,8 @@ class SourceSound(Stage):
         """The result of `read`, and sentences about missing parts of the file."""
         duration_s = self.clip_s if self.max_duration_s is None else self.max_duration_s
         said: list[str] = []
-        on_time = self.fit == "zeros"
-        found = read_sound(self.path, self.start_s, duration_s, on_time=on_time, say=said.append)
+        how = {"on_time": self.fit == "zeros", "say": said.append, "track": self.track}
+        found = read_sound(self.path, self.start_s, duration_s, **how)
         return *found, said
 
     @property

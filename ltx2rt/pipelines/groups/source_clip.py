@@ -14,6 +14,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag, flag_like
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import FITS, Resize
+from ltx2rt.media.streams import AUTO, Tracks
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.pipelines.groups.size import Duration, Length, Pixels, Size, parse_fps
 from ltx2rt.session.options import ModelOptions
@@ -50,6 +51,20 @@ class SourceClip(Duration):
         kept=True,
         common="prompt and inputs",
     )
+    video_track: int | None = flag(
+        None,
+        "number of the file's video track, from 1 (default: the one that players show)",
+        group="conditioning",
+        least=1,
+        most=99,
+    )
+    audio_track: int | None = flag(
+        None,
+        "number of the file's sound track, from 1 (default: the one that players play)",
+        group="conditioning",
+        least=1,
+        most=99,
+    )
     num_frames: int = of_the_file(Length, "num_frames")
     seconds: float | None = of_the_file(Length, "seconds")
     fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS, marks="command")
@@ -59,14 +74,14 @@ class SourceClip(Duration):
     def measured(self, request: Any) -> dict[str, Any]:
         if self.video_path is None or not self.video_path.is_file():
             return {}
-        source = read_clip(self.video_path, FLAG)
+        source = read_clip(self.video_path, FLAG, self.tracks)
         return {"source": source, "num_frames": source.info.num_frames, "fps": source.info.fps}
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         """Size, length and rate of the file, which is read whole, once, with a border."""
         source, (left, top, right, bottom) = self.source, getattr(request, "pad", (0, 0, 0, 0))
         if source is None:
-            source = read_clip(self.path, FLAG)
+            source = read_clip(self.path, FLAG, self.tracks)
             if self.fps:
                 times_s = tuple(i / self.fps for i in range(source.info.num_frames))
                 info = replace(source.info, fps=self.fps, times_s=times_s)
@@ -103,6 +118,10 @@ class SourceClip(Duration):
         return self.video_path
 
     @property
+    def tracks(self) -> Tracks:
+        return Tracks(self.video_track, self.audio_track)
+
+    @property
     def found(self) -> Footage:
         assert self.source is not None, "the request is not resolved"
         return self.source
@@ -124,6 +143,7 @@ class SourceClip(Duration):
         if whole:
             seen = replace(request, source=replace(self.found, window=range(request.num_frames)))
         how = {"num_videos": request.num_videos, "fit": "zeros", "record": "source.audio", **how}
+        how["track"] = self.audio_track
         return SourceSound(self.path, seen.geometry(model), seen.source.start_s, **how)
 
 
@@ -170,7 +190,7 @@ class FileSize(Pixels):
         return replace(source, resize=Resize(width, height, self.fit or "pad", given))
 
 
-def read_clip(path: Path, flag: str) -> Footage:
+def read_clip(path: Path, flag: str, tracks: Tracks = AUTO) -> Footage:
     """A file, read whole once. Raises InputError for one that cannot be read."""
-    source = Footage.read(path, flag)
+    source = Footage.read(path, flag, tracks=tracks)
     return replace(source, info=replace(source.info, fps=parse_fps(source.info.fps)))
