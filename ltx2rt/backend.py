@@ -19,7 +19,7 @@ from collections.abc import (
 )
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import EntryPoints, entry_points
 from importlib.util import find_spec
@@ -161,6 +161,10 @@ class DeviceInfo:
         """Bytes to plan with: free and held memory, at most `max_memory` GB, less the reserve."""
         most = min(self.free_bytes + held_bytes, 1e9 * (max_memory or math.inf))
         return int(most * (1 - self.reserve_share) - self.reserve_bytes)
+
+    def idle_bytes(self, max_memory: float | None = None) -> int:
+        """Return `room_bytes` if nothing else used the device."""
+        return replace(self, free_bytes=self.total_bytes).room_bytes(max_memory)
 
 
 class DoesNotFit(Exception):

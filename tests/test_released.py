@@ -1,5 +1,7 @@
 """LTX-2.5 as people have it: the folders of the release, with which files side by side."""
 
+from collections import Counter
+from dataclasses import replace
 from unittest.mock import ANY
 
 import numpy as np
@@ -10,6 +12,7 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.run.estimate import Devices, estimate
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.frames import DiffusionFrames
 from ltx2rt.weights.checkpoint import open_checkpoint
 from tests.conftest import assert_same, denoised, refused
 from tests.parity import relative_l2
@@ -188,3 +191,24 @@ def test_other_models_are_no_forms(released, tmp_path, names):
     made.unlink()
     with refused("2 candidates for the checkpoint: .*; choose with --model FILE"):
         open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("kind, most, decoder, tiles", [
+    ("h100", None, "diffusion", 8), ("rtx3060", None, "diffusion", 32), ("rtx3060", 6, "conv", 0),
+])  # fmt: skip
+def test_memory_decides_on_tiles_and_then_on_the_decoder(released, kind, most, decoder, tiles):
+    folder = released("distilled", preset="ltx-2.5", empty=True)
+    options = ModelOptions("cuda", folder, dtype="bfloat16", max_memory=most)
+    request = make_request(
+        "distilled", prompt="a fox", seed=0, width=1920, height=1088, num_frames=121
+    )
+    found = estimate(options, request, Devices(kind))
+    (stage,) = (stage for stage in found.plan.stages if stage.name == "decode")
+    networks = Counter(call.network for call in stage.needs(found.session.config))
+    assert networks["diffusion-decoder"] == tiles and (decoder == "conv") == (tiles == 0)
+    assert most or found.fits
+    said = [line for line in found.plan.trained if line.startswith("decode: by the conv")]
+    assert len(said) == (decoder == "conv")
+    asked = replace(options, video_decoder="diffusion")
+    stages = estimate(asked, request, Devices(kind)).plan.stages
+    assert isinstance(next(s for s in stages if s.name == "decode"), DiffusionFrames)

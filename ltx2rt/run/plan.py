@@ -24,6 +24,7 @@ from ltx2rt.session.options import NO_LORA, DistilledWeights, LoraSpec, ModelOpt
 from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import RECORDED, Denoise, noise_name
 from ltx2rt.stages.enhance import Enhancer, enhance
+from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.text import Text
 from ltx2rt.weights.changes import STORED
@@ -38,7 +39,7 @@ from ltx2rt.weights.trained import remarks
 class Plan:
     """A resolved request, its stages, the LoRAs, and their merges by stage. weights: a sentence
     about what the kind of the weights decides. trained: sentences about LoRAs that `train run`
-    made, or that are left out."""
+    made or that are left out, and of stages."""
 
     request: Request
     stages: tuple[Stage, ...]
@@ -163,7 +164,8 @@ def make_plan(session: Session, request: Request) -> Plan:
 
 def checked(session: Session, found: Resolved) -> Plan:
     """The plan of what `resolved` found. Raises InputError."""
-    request, loras, stages = found
+    request, loras, asked = found
+    stages = tuple(stage.within(session) for stage in asked)
     for stage in stages:
         stage.check(session)
     merges = session.audit(stages)
@@ -172,6 +174,7 @@ def checked(session: Session, found: Resolved) -> Plan:
     trained = [line for lora in loras.user for line in remarks(lora.path, session.checkpoint)]
     left = "a distilled LoRA, left out: distilled weights are those with it merged"
     trained += [f"{lora.path}: {left}" for lora in loras.idle]
+    trained += [stage.remark for stage in stages if isinstance(stage, Frames) and stage.remark]
     said = _decided(session, request, loras.distilled, stages)
     return Plan(request, stages, loras, merges, said, tuple(trained))
 

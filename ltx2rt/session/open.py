@@ -95,8 +95,7 @@ def opened_checkpoint(options: ModelOptions, device: DeviceInfo | None = None) -
 def room_of(options: ModelOptions, device: DeviceInfo | None = None) -> Room:
     """Memory of the run's devices for one network. Raises InputError."""
     found = device or open_backend(options).device()
-    idle = replace(found, free_bytes=found.total_bytes)
-    size = idle.room_bytes(options.max_memory) * options.mesh.get("tensor", 1)
+    size = found.idle_bytes(options.max_memory) * options.mesh.get("tensor", 1)
     return Room(size, "this CPU" if found.kind == "cpu" else found.name)
 
 

@@ -286,7 +286,7 @@ class ModelOptions(PartFiles):
     )
     video_decoder: str | None = model_flag(
         None,
-        "video decoder of LTX-2.5, which has two (default: conv if it is found)",
+        "video decoder of LTX-2.5, which has two (default: diffusion if it is found and the device has room)",
         choices=("conv", "diffusion"),
         marks="plan compile",
     )

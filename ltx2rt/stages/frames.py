@@ -21,6 +21,7 @@ from ltx2rt.stages.denoise import Noise
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import FRAMES, Stage, State, finite, videos_of
 from ltx2rt.stages.tiling import (
+    FEWER_CELLS,
     Span,
     Tiling,
     blend_tiles,
@@ -41,14 +42,14 @@ def tiling(geometry: Geometry, model: ModelConfig, mode: str) -> Tiling:
 
 
 def video_decoder(model: ModelConfig, asked: str | None) -> str:
-    """One of DECODERS: what is asked for, else the convolutional one if the model has it. Raises
+    """One of DECODERS: what is asked for, else the diffusion one if the model has it. Raises
     InputError if what is asked for was not found."""
     found = {
         "conv": bool(model.video_vae.decoder),
         "diffusion": model.part("diffusion_decoder") is not None,
     }
     if asked is None:
-        return "conv" if found["conv"] or not found["diffusion"] else "diffusion"
+        return "diffusion" if found["diffusion"] else "conv"
     if not found[asked]:
         raise InputError(
             f"--video-decoder: {asked}, but no video VAE with that decoder was found; pass its "
@@ -62,25 +63,35 @@ def decoding(
 ) -> Frames:
     """The stage that makes a clip's frames. asked: as of `video_decoder`; mode: of tiling, "auto"
     or "off". Raises InputError if the model has no such decoder."""
+    conv = Frames(geometry, tiling(geometry, model, mode), len(noise.seeds))
     if video_decoder(model, asked) == "conv":
-        return Frames(geometry, tiling(geometry, model, mode), len(noise.seeds))
+        return conv
     config = config_of(model)
-    tiles = plan_feature_tiles(
-        mode,
-        diffusion_decoder.cells(config, geometry.grid),
-        diffusion_decoder.overlap(config),
-        diffusion_decoder.cell(config),
+    first, *fewer = (
+        plan_feature_tiles(
+            mode,
+            diffusion_decoder.cells(config, geometry.grid),
+            diffusion_decoder.overlap(config),
+            diffusion_decoder.cell(config),
+            most,
+        )
+        for most in (None, *(FEWER_CELLS if mode == "auto" else ()))
     )
-    return DiffusionFrames(geometry, tiles, len(noise.seeds), noise=noise)
+    other = conv if asked is None and model.video_vae.decoder else None
+    return DiffusionFrames(
+        geometry, first, len(noise.seeds), noise=noise, fewer=tuple(fewer), other=other
+    )
 
 
 @dataclass(frozen=True)
 class Frames(Stage):
-    """Devices share the tiles; only the main process gets the frames."""
+    """Devices share the tiles; only the main process gets the frames. remark: why it is not the
+    stage that was asked for."""
 
     geometry: Geometry
     tiling: Tiling
     num_videos: int = 1
+    remark: str = ""
     name = "decode"
     makes = (FRAMES,)
 
@@ -137,10 +148,26 @@ class Frames(Stage):
 class DiffusionFrames(Frames):
     """Decode by the diffusion decoder. tiling: of the features, which are made of a whole video at
     once. Every frame has its own stream of noise, so that it does not depend on the tiles. border:
-    beyond the left and right one of a tile, one of BORDERS."""
+    beyond the left and right one of a tile, one of BORDERS. fewer: smaller and smaller tiles, for
+    devices of less memory; other: decodes where even the last have no room."""
 
     noise: Noise = field(kw_only=True)
     border: str = BORDERS[0]
+    fewer: tuple[Tiling, ...] = field(default=(), kw_only=True)
+    other: Frames | None = field(default=None, kw_only=True)
+
+    def within(self, session: Session) -> Frames:
+        device = session.backend.device()
+        room, stage = device.idle_bytes(session.options.max_memory), self
+        for tiles in (self.tiling, *self.fewer):
+            stage = replace(self, tiling=tiles)
+            if session.costs([stage])[0].peak_bytes <= room:
+                return stage
+        if self.other is None:
+            return stage
+        gigabytes = session.costs([stage])[0].peak_bytes / 1e9
+        said = f"the diffusion decoder needs {gigabytes:.3g} GB, which {device.name} has not"
+        return replace(self.other, remark=f"decode: by the convolutional decoder, as {said}")
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         config = config_of(model)

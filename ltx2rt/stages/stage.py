@@ -92,6 +92,10 @@ class Stage(Protocol):
         """Refuse small files that it will read, before any weight is read. Raises InputError."""
         return
 
+    def within(self, session: Session) -> Stage:
+        """The stage as the memory of the session's idle devices allows it."""
+        return self
+
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         """The noise that it draws: shapes by the names of `--noise-in`."""
         return {}

@@ -33,8 +33,9 @@ from ltx2rt.config import VideoVaeConfig
 TILE_PX, MIN_TILE_PX, OVERLAP_PX = (768, 96, 64)
 TILE_FRAMES, OVERLAP_FRAMES = 80, 24
 # Cells of features in a tile: a clip of 121 frames at 768x512 is one tile of 375 000 cells and
-# needs 20 GB.
+# needs 20 GB. Fewer are for devices without room for that: the last are 5 GB.
 TILE_CELLS = 400_000
+FEWER_CELLS = (300_000, 200_000, 150_000, 100_000)
 BLEND_THREADS = 8  # frames at once
 
 
@@ -109,12 +110,16 @@ def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:
 
 
 def plan_feature_tiles(
-    mode: str, cells: tuple[int, int, int], overlap: Sequence[int], scale: tuple[int, int, int]
+    mode: str,
+    cells: tuple[int, int, int],
+    overlap: Sequence[int],
+    scale: tuple[int, int, int],
+    most: int | None = None,
 ) -> Tiling:
     """The tiles of features of (frames, rows, columns). mode: "auto", or "off" for one tile.
 
     overlap: cells that two tiles share. scale: frames, rows and columns of pixels to a cell. Of the
-    layouts of at most TILE_CELLS in a tile the one with the least work. Cells [a, b) of a factor 2
+    layouts of at most `most` in a tile (TILE_CELLS) the one with the least work. Cells [a, b) of a factor 2
     in time become frames [2a - 1, 2b - 1), frame -1 left out. Source of the frames: the official
     decoder, which takes tiles as large as fit its memory.
     """
@@ -128,7 +133,7 @@ def plan_feature_tiles(
 
     def tile_and_work(layout: tuple[tuple[int, int], ...]) -> tuple[int, int]:
         tile, work = (math.prod(column) for column in zip(*layout, strict=True))
-        return max(TILE_CELLS, tile), work
+        return max(most or TILE_CELLS, tile), work
 
     sizes = list(cells)
     if mode == "auto":

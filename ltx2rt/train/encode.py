@@ -138,7 +138,7 @@ def decoded(
     state = State(video=latents["video"][None])
     stage = decoding(
         options.video_decoder, job.geometry(config), config, options.vae_tiling, Noise((0,))
-    )
+    ).within(session)
     stage.run(session, state, watch)
     write_mp4(path, next(state.frames), num_frames=job.bucket.frames, fps=job.fps, **sound)
     return path

@@ -359,8 +359,8 @@ def word_of(name: str) -> str:
 
 
 def files_beside(video_decoder: str | None) -> tuple[str, ...]:
-    """Parts outside a main file. video_decoder: "diffusion", else the other."""
-    decoders = ("", video_decoder or "conv")
+    """Parts outside a main file. video_decoder: the diffusion one by default."""
+    decoders = ("", video_decoder or "diffusion")
     return names_of(lambda p: p.option and p.header and p.wanted is None and p.decoder in decoders)
 
 
