@@ -24,7 +24,7 @@ from itertools import takewhile
 from typing import Any, NoReturn
 
 from ltx2rt.atomic_file import NotWritten, remove_unfinished
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, printable
 from ltx2rt.flags import MANY, keep_common
 from ltx2rt.notes import LOGGER, note
 from ltx2rt.ranks import facts
@@ -275,7 +275,7 @@ def _fail(message: str, status: int, crew: Crew | None) -> int:
         import traceback
 
         traceback.print_exc()
-    message = _shortened(" ".join(message.split()))
+    message = _shortened(message)
     if crew:
         crew.fail(message, status, bad_input=status == BAD_INPUT)
     print(f"ltx2rt: error: {message}", file=sys.stderr)
@@ -283,7 +283,8 @@ def _fail(message: str, status: int, crew: Crew | None) -> int:
 
 
 def _shortened(message: str) -> str:
-    """Without the middle of what was given, if that is endless."""
+    """In one line, without the middle of what was given, if that is endless."""
+    message = printable(" ".join(message.split()))
     if len(message) <= MESSAGE:
         return message
     return f"{message[: MESSAGE // 2]} ... {message[-MESSAGE // 2 :]}"

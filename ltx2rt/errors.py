@@ -11,6 +11,8 @@ ONE = re.compile(
     r"|prompt|sample|segment|step|tensor|token|video)s|(process)es)"
     r"( are| belong| differ| have| wait| were)?(?![\w/-]|\.\w)"
 )
+# what a terminal obeys or hides: control characters, changes of the direction of text
+OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 VERBS = {" are": " is", " have": " has", " were": " was", None: ""}
 
 
@@ -22,6 +24,11 @@ def singular(text: str) -> str:
         return f"1 {noun}{VERBS.get(found[3], f'{found[3]}s')}" if noun else found[0]
 
     return ONE.sub(mended, text)
+
+
+def printable(text: str) -> str:
+    """The text with escapes in place of characters that a terminal obeys: files are strangers'."""
+    return OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
 
 
 class InputError(ValueError):

@@ -9,11 +9,11 @@ from __future__ import annotations
 import logging
 import sys
 
-from ltx2rt.errors import singular
+from ltx2rt.errors import printable, singular
 
 LOGGER = logging.getLogger("ltx2rt")
 
 
 def note(text: str, prefix: str = "ltx2rt: ") -> None:
     if LOGGER.isEnabledFor(logging.WARNING):
-        print(f"{prefix}{singular(text)}", file=sys.stderr, flush=True)
+        print(f"{prefix}{printable(singular(text))}", file=sys.stderr, flush=True)

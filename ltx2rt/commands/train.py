@@ -96,7 +96,7 @@ def configured(args: argparse.Namespace) -> argparse.Namespace:
             if name not in known:
                 wrong = f"has {name!r}, which is no flag of `train run`"
                 raise InputError(f"--config: {path} {wrong}{hint(name, known)}")
-            check_value(path, name, known[name], value)
+            check_value("--config", path, name, known[name], value)
             implied = name == "dtype" and hasattr(args, "weights_dtype")  # which decides it
             if not hasattr(args, name) and not implied:
                 setattr(args, name, _of_toml(known[name], value))

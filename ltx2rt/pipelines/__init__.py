@@ -35,7 +35,7 @@ def pipelines() -> dict[str, type[Request]]:
 def pipeline(name: str) -> type[Request]:
     """Raises InputError naming the known ones."""
     known = pipelines()
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         expected = f"expected one of {', '.join(known)}{hint(str(name), known)}"
         raise InputError(f"--pipeline: {str(name)[:80]!r}, {expected}")
     return known[name]

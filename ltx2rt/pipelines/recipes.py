@@ -6,22 +6,30 @@ clip is last.
 
 from __future__ import annotations
 
-import json
+import os
+import re
+from argparse import SUPPRESS
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.errors import InputError
-from ltx2rt.flags import Flag, convert, field_names, flagged, spelling
+from ltx2rt.errors import InputError, concerning
+from ltx2rt.flags import Flag, convert, field_names, flagged, reader, spelling
 from ltx2rt.media.output import STILLS, picture_comment
 from ltx2rt.notes import note
-from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines
+from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, readers
+from ltx2rt.pipelines.earlier import EMPTY, current, require_known
 from ltx2rt.pipelines.groups.size import with_sides
-from ltx2rt.session.options import MEMORY, ModelOptions
+from ltx2rt.pipelines.groups.source_clip import SourceClip
+from ltx2rt.session.options import MEMORY, ModelOptions, parse_distilled, parse_lora, parse_part
 from ltx2rt.suggest import nearest
-from ltx2rt.text_files import read_toml
-from ltx2rt.weights.digests import digest
+from ltx2rt.text_files import mismatch, parse, read_toml
+from ltx2rt.weights.digests import same_digest
+
+MOST_COMMENT = 2**20  # characters: what a file of --prompts may have
+SETTINGS = {"pipeline": str, "options?": dict}
+PLAIN = re.compile(r"(?!\.\.?$)[^/\\\x00-\x1f]{1,255}")  # a file's name without folders
 
 PRESETS: dict[str, dict[str, Any]] = {
     "draft": {"pipeline": "distilled"},
@@ -73,23 +81,27 @@ def with_recipe(name: str | None, given: Mapping[str, Any], **sources: Any) -> d
 
 
 def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
-    found = with_sides(read_toml("--config", path))
+    stated = {key.replace("-", "_"): value for key, value in read_toml("--config", path).items()}
+    with concerning(f"--config: {path}"):
+        stated = with_sides(stated)
     spelled = field_names(*pipelines().values())
-    asking = {spelled.get(key.replace("-", "_"), key) for key in found}
-    name = found.pop("pipeline", None) or chosen(asking)[0]
+    name = stated.pop("pipeline", None) or chosen({spelled.get(key, key) for key in stated})[0]
     known, names = flagged(*types, pipeline(name)), field_names(*types, pipeline(name))
+    found = current(name, stated) | {k: stated[k] for k in ("seconds",) if k in stated}
+    for key in stated.keys() - names.keys():
+        if key not in found and not readers(key):
+            continue  # it is gone, and had changed nothing
+        require_known(f"--config: {path}", name, {key: stated[key]})
+        near = nearest(key, names)
+        meant = f"; did you mean {near}?" if near else ""
+        raise InputError(f"--config: {path} has {key!r}, which is no flag of {name}{meant}")
     named = {field for field, f in known.items() if f.metadata["flag"].file}
     values, inputs = {}, named | flagged(ModelOptions).keys()
     for key, value in found.items():
-        spelt = key.replace("-", "_")
-        if spelt not in names:
-            near = nearest(spelt, names)
-            meant = f"; did you mean {near}?" if near else ""
-            raise InputError(f"--config: {path} has {key!r}, which is no flag of {name}{meant}")
-        check_value(path, key, known[names[spelt]], value)
-        value = _beside(path.parent, value) if names[spelt] in inputs else value
-        negated = spelt.startswith("no_") and isinstance(value, bool)
-        values[names[spelt]] = not value if negated else value
+        check_value("--config", path, key, known[names[key]], value)
+        value = _beside(path.parent, value) if names[key] in inputs else value
+        negated = key.startswith("no_") and isinstance(value, bool)
+        values[names[key]] = not value if negated else value
     return values | {"pipeline": name}
 
 
@@ -98,17 +110,18 @@ def _beside(folder: Path, value: Any) -> Any:
     if isinstance(value, list):
         return [_beside(folder, one) for one in value]
     name = value.partition(":")[0] if isinstance(value, str) else ""
-    there = name and (folder / name).exists() and not Path(name).exists()
+    there = name and os.path.exists(folder / name) and not os.path.exists(name)
     return str(folder / value) if there else value
 
 
-def check_value(path: Path, key: str, f: Field, value: Any) -> None:
-    """Refuse a value of a configuration file that its flag does not take. Raises InputError."""
+def check_value(source: str, path: Path, key: str, f: Field, value: Any) -> None:
+    """Refuse a value of a file that its flag does not take. source: the flag that names the file.
+    Raises InputError."""
     try:
         convert(f, value)
     except InputError as error:
         reason = str(error).removeprefix(f"{spelling(f)}: ")
-        raise InputError(f"--config: {path}, {key}: {reason}") from None
+        raise InputError(f"{source}: {path}, {key}: {reason}") from None
 
 
 def settings_in(path: Path) -> dict[str, Any]:
@@ -124,10 +137,13 @@ def settings_in(path: Path) -> dict[str, Any]:
             with av.open(str(path)) as file:
                 known = {key.lower(): value for key, value in file.metadata.items()}
                 text = known.get("comment", "")
-        return json.loads(text)["settings"]
+        if len(text) > MOST_COMMENT:
+            raise ValueError(f"{len(text)} characters")
+        read = text if isinstance(text, str) else text.decode()
+        return parse(read, {"settings": SETTINGS})["settings"]
     except (OSError, av.FFmpegError, UnidentifiedImageError) as error:
         raise InputError(f"--like: {path} cannot be read ({error}); name a clip's file") from None
-    except (KeyError, TypeError, ValueError):
+    except (TypeError, ValueError):
         raise InputError(
             f"--like: {path} holds no settings of ltx2rt; name a file that was made without "
             "--no-metadata"
@@ -137,42 +153,79 @@ def settings_in(path: Path) -> dict[str, Any]:
 def _of_clip(
     path: Path, given: Collection[str], types: Sequence[type], asked: str | None
 ) -> dict[str, Any]:
-    """asked: the pipeline that the user names; files that it does not read need not be there."""
+    """The fields of the request and the options that shape the clip, which may be a stranger's:
+    never files to write, marks or places. asked: the pipeline that the user names; files that it
+    does not read need not be there."""
     settings = settings_in(path)
-    options = settings.pop("options", {})
-    name = settings.pop("pipeline")
-    for field, f in flagged(*types).items():
-        own: Flag = f.metadata["flag"]
-        shaping = own.group != MEMORY or own.choices  # the others say where a run is computed
-        if shaping and options.get(field) and "name" not in options[field]:
-            settings[field] = options[field]
-    known = flagged(*types, pipeline(name))
+    options, name = settings.pop("options", {}), settings.pop("pipeline")
+    if name not in pipelines():
+        raise InputError(f"--like: {path} has pipeline={name[:80]!r}, which this version lacks")
+    shaping = {field: f for field, f in flagged(*types).items() if _shapes(field, f)}
+    known = flagged(pipeline(name)) | shaping
+    settings = current(name, settings)
+    hidden = {n for n, f in known.items() if f.metadata["flag"].help == SUPPRESS} - {"fps"}
+    left = [field for field in settings if field in flagged(*types) and field not in known]
+    if left := sorted(left):
+        note(f"--like: {path} may not decide {', '.join(left)}; left out")
+    require_known(f"--like: {path}", name, settings)
+    settings |= {field: options[field] for field in shaping if options.get(field)}
     found = {"pipeline": name}
     for field, value in settings.items():
-        if field in given or value in (None, [], "") or ("seed" in given and field == "noise_in"):
+        skipped = field in given or field in left or ("seed" in given and field == "noise_in")
+        if skipped or value in EMPTY or field in hidden:
             continue
         if field not in known:
-            raise InputError(f"--like: {path} has {field}={value!r}, which this version lacks")
+            stated = f"{field[:80]}={str(value)[:80]!r}"
+            raise InputError(f"--like: {path} has {stated}, which this version lacks")
         unread = asked and field not in flagged(*types, pipeline(asked))
-        found[field] = value if unread else _restored(path, field, value)
+        found[field] = value if unread else _restored(path, known[field], value)
+    if pipeline(name).has(SourceClip) and not Path(found.get("video_path", "")).is_dir():
+        found.pop("fps", None)  # that of the file
     return found
 
 
-def _restored(clip: Path, field: str, value: Any) -> Any:
+def _shapes(field: str, f: Field) -> bool:
+    """Whether a flag of a model shapes the clip: the others say where a run is computed, or name
+    the model's parts."""
+    own: Flag = f.metadata["flag"]
+    place = (own.group == MEMORY and not own.choices) or field == "offline"
+    return field in flagged(ModelOptions) and not place and reader(f) not in (parse_part, Path)
+
+
+def _restored(clip: Path, f: Field, value: Any) -> Any:
     """The value as Python's keywords take it; files by the path at which they are now."""
-    if isinstance(value, dict) and "name" in value:
-        return _file(clip, field, value)
-    if isinstance(value, dict):
-        return tuple(_restored(clip, field, part) for part in value.values() if part is not None)
-    return [_restored(clip, field, part) for part in value] if isinstance(value, list) else value
+    own: Flag = f.metadata["flag"]
+    if own.file or reader(f) in (parse_lora, parse_distilled):
+        several = own.repeat and isinstance(value, list)
+        found = [_placed(clip, f, item) for item in (value if several else [value])]
+        value = found if several else found[0]
+    check_value("--like", clip, f.name, f, value)
+    return value
 
 
-def _file(clip: Path, field: str, named: Mapping[str, str]) -> Path:
-    for path in (clip.parent / named["name"], Path(named["name"])):
-        if path.exists() and named.get("digest") == digest(path):
+def _placed(clip: Path, f: Field, item: Any) -> Any:
+    """A file, or a tuple of one and its other parts, such as the frame of an image."""
+    if not isinstance(item, dict) or "path" not in item:
+        return _file(clip, f, item)
+    if reader(f) is parse_distilled and item["path"] == {"name": "none"}:
+        return "none"
+    rest = [part for key, part in item.items() if key != "path" and part is not None]
+    return (_file(clip, f, item["path"]), *rest)
+
+
+def _file(clip: Path, f: Field, stated: Any) -> Path:
+    """The file of that name, in no other folder than the clip's and this one."""
+    flag = f.name.replace("_", "-")
+    name = "" if mismatch(stated, {"name": str, "digest?": str}) else stated["name"]
+    if not name or PLAIN.fullmatch(name) is None:
+        wrong = f"names a file of --{flag} in a way that ltx2rt does not write"
+        raise InputError(f"--like: {clip} {wrong}; give the flag")
+    folder = f.metadata["flag"].file in ("folder", "video")  # of a Gemma, of numbered pictures
+    for path in (clip.parent / name, Path(name)):
+        there = path.is_file() or (folder and path.is_dir())
+        if there and same_digest(path, stated.get("digest", "")):
             return path
-    flag = field.replace("_", "-")
     raise InputError(
-        f"--like: {clip} was made with {named['name']} (--{flag}), which lies neither beside it nor "
+        f"--like: {clip} was made with {name} (--{flag}), which lies neither beside it nor "
         "here as it was; put it there, or give the flag"
     )

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ltx2rt.errors import InputError
+from ltx2rt.pipelines.earlier import current
 from ltx2rt.text_files import parse
 
 QUEUED, RUNNING, COMPLETED, FAILED = "queued", "in_progress", "completed", "failed"
@@ -151,6 +152,14 @@ def _whole(given: str, job: str, error: str | None, result: str | None) -> bool:
     return all(one and isinstance(one[0], str) for one in kept)
 
 
+def _current(row: dict[str, Any]) -> dict[str, Any]:
+    """The row with the settings of this release. The file keeps those of the one that wrote it, to
+    which a server may be put back."""
+    job = row["job"]
+    clip, given = (current(job["pipeline"], found) for found in (job["clip"], row["given"]))
+    return row | {"given": given, "job": job | {"clip": clip}}
+
+
 class JobFile:
     """path: of the file, or ":memory:". wait_s: for another program's lock."""
 
@@ -238,7 +247,7 @@ class JobFile:
     def _jobs(self, where: str, *values: Any) -> list[Job]:
         rows = map(dict, self._db.execute(f"SELECT {COLUMNS} FROM jobs WHERE {where}", values))
         texts = [row | {n: json.loads(row[n]) for n in JSON if row[n]} for row in rows]
-        return [Job(**row) for row in texts]
+        return [Job(**_current(row)) for row in texts]
 
     def _job(self, where: str, *values: Any) -> Job | None:
         return next(iter(self._jobs(f"{where} LIMIT 1", *values)), None)

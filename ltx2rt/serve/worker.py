@@ -38,6 +38,7 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.output import zipped
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.earlier import require_known
 from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
@@ -150,6 +151,7 @@ def request_of(job: dict[str, Any], **more: Any) -> Request:
     """The request of a job's message. Raises InputError."""
     if images := job["images"]:
         more["images"] = [(Path(path), frame, strength) for path, frame, strength in images]
+    require_known("this job", job["pipeline"], job["clip"])
     return make_request(job["pipeline"], **job["clip"], **job.get("files", {}), **more)
 
 

@@ -14,6 +14,7 @@ from ltx2rt.system import identity, opened_at_once, pread
 from ltx2rt.weights.files import SHARD_INDEX, WEIGHTS, open_one, read_index
 from ltx2rt.weights.gguf import split_parts
 
+SHORT_BYTES = 2**27  # of a header
 SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
 
 
@@ -39,6 +40,25 @@ def digest(path: str | os.PathLike[str]) -> str:
         return _digest(path, identity(path))
     lines = (f"{os.path.relpath(file, path)} {_digest(file, identity(file))}\n" for file in inner)
     return sha256("".join(lines).encode()).hexdigest()[:16]
+
+
+def same_digest(path: Path, stated: str) -> bool:
+    """Whether a file or folder has the digest that a clip states, also of an earlier version."""
+    return stated == (_short(path) if len(stated) == 12 else digest(path))
+
+
+def _short(path: Path) -> str:
+    """Twelve hex digits, as version 0.1 made them: of the size and the header of weights, of the
+    size and the first MiB of other files."""
+    if path.is_dir():
+        inner = sorted(p for p in path.rglob("*") if p.suffix in WEIGHTS and p.is_file())
+        lines = (f"{file.relative_to(path)} {_short(file)}\n" for file in inner)
+        return sha256("".join(lines).encode()).hexdigest()[:12]
+    with open(path, "rb", opener=opened_at_once) as file:
+        start, size = file.read(8), os.fstat(file.fileno()).st_size
+        header = int.from_bytes(start, "little") if path.suffix == ".safetensors" else 2**20 - 8
+        found = sha256(f"{size} ".encode() + start + file.read(min(header, SHORT_BYTES)))
+    return found.hexdigest()[:12]
 
 
 @lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ import pytest
 import ltx2rt
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.recipes import recipe, settings_in, with_recipe
+from ltx2rt.run.files import Files
 from ltx2rt.serve.admission import with_preset
 from ltx2rt.session.options import ModelOptions
 from tests.conftest import refused
@@ -128,3 +129,75 @@ def test_a_job_takes_a_preset():
     found = with_preset({"prompt": "x", "preset": "draft"})
     assert found == {"prompt": "x", "pipeline": "distilled", "half_size": True}
     assert with_preset({"size": "128x64", "preset": "draft"})["size"] == "128x64"
+
+
+@pytest.fixture(scope="module")
+def clip(model, command, tmp_path_factory):
+    made = tmp_path_factory.mktemp("clip") / "a.png"
+    given = ("--prompt", "a fox", "--steps", 1, "--pipeline", "one-stage", "--num-frames", 1)
+    assert command(*words(model, made, *SIZE, *given))[0] == 0
+    return made
+
+
+@pytest.fixture
+def stating(clip, monkeypatch, tmp_path):
+    """stating(settings, options) -> a clip that states them besides its own."""
+    from ltx2rt.pipelines import recipes
+
+    own, told = settings_in(clip), {}
+    monkeypatch.setattr(recipes, "picture_comment", lambda image: json.dumps(told))
+
+    def write(settings=(), options=()):
+        stated = own | dict(settings)
+        told["settings"] = stated | {"options": own["options"] | dict(options)}
+        return clip
+
+    return write
+
+
+def test_a_clip_decides_nothing_but_how_it_looks(stating, model, tmp_path, capsys):
+    """Not which files are written, whether it is marked, where it is made and by which files."""
+    victim = tmp_path / "victim.txt"
+    names = {"report", "latents_out", "preview", "outputs", "sign", "quiet", "metadata"}
+    stated = dict.fromkeys(names, str(victim)) | {"provenance": False, "model": "/etc"}
+    places = {"device": "cuda:9", "num_gpus": 9, "text_encoder": "/etc", "offline": True}
+    places |= {"report": str(victim)}
+    found = recipe((), ModelOptions, Files, like=stating(stated, places))
+    assert not found.keys() & (stated.keys() | places.keys())
+    said = capsys.readouterr().err
+    assert "may not decide" in said and all(name in said for name in stated), said
+
+
+@pytest.mark.parametrize("name", ["/", "..", ".", "", "../a.png", "/dev/zero", "a\0b", "a" * 300])
+def test_a_clip_names_files_without_folders(name, stating, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = {"name": name, "digest": "0" * 16}
+    for field, value in (("images", [{"path": file, "frame": 0}]), ("noise_in", file)):
+        with refused(f"names a file of --{field.replace('_', '-')} in a way"):
+            recipe((), ModelOptions, like=stating({field: value}))
+    with refused("names a file of --loras in a way"):
+        recipe((), ModelOptions, like=stating(options={"loras": [{"path": file, "strength": 1.0}]}))
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ("pipeline", ["a"]), ("pipeline", None), ("pipeline", "rm"), ("prompt", ["a", ["b"]]),
+    ("images", ["/etc/passwd"]), ("images", [[[]]]), ("images", {"a": 1}), ("noise_in", "/etc/x"),
+    ("steps", 1e300), ("steps", float("nan")), ("seed", {"name": "x"}), ("fps", {"a": 1}),
+    ("stg_blocks", "x"), ("help", "x"), ("\x1b[2J", 1), ("unknown", "\x1b]0;owned\x07\n"),
+])  # fmt: skip
+def test_a_clip_with_another_type_is_refused_in_a_line(
+    field, value, stating, model, command, tmp_path
+):
+    status, _, err = command(*words(model, tmp_path / "b.png", "--like", stating({field: value})))
+    assert status == 2 and err.startswith("ltx2rt: error: --like: "), err
+    assert err.count("\n") == 1 and err[:-1].isprintable(), err
+
+
+@pytest.mark.parametrize(
+    "line", ["pipeline = [[]]", "size = 1", "size = true", f'image = "{"x" * 5000}"']
+)
+def test_a_file_with_another_type_is_refused_in_a_line(line, model, command, tmp_path):
+    (tmp_path / "c.toml").write_text(f'prompt = "a"\n{line}\n')
+    given = words(model, tmp_path / "b.mp4", "--config", tmp_path / "c.toml")
+    status, _, err = command(*given)
+    assert status == 2 and err.count("\n") == 1, err

@@ -68,7 +68,7 @@ def with_sides(given: Mapping[str, Any]) -> dict[str, Any]:
     size, others = given.get("size"), {key: given[key] for key in given if key != "size"}
     if size is None:
         return others
-    text = size if isinstance(size, str) else "x".join(map(str, size))
+    text = "x".join(map(str, size)) if isinstance(size, (tuple, list)) else str(size)
     if (found := re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text)) is None:
         raise InputError(f"--size: {text[:80]!r}, expected WIDTHxHEIGHT, such as 768x512")
     refuse_beside(size=True, width="width" in others, height="height" in others)
