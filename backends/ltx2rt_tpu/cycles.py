@@ -4,7 +4,8 @@ Decides what an instruction costs, of which class it is, and what of an exchange
 core issues one bundle of its final code in a cycle: an instruction takes its bundles times the
 iterations of its window, a kernel its bundles times its blocks. Exchanges take the links one after
 the other, each for a fixed latency plus the time of its bytes (`placement.devices`). All of a
-synchronous one is exposed; of an asynchronous one, the time that its end still waits.
+synchronous one is exposed; of an asynchronous one, the time that its end still waits. Of two
+branches the one of a true predicate counts: attention without a running maximum.
 
 It ranks programs; it is no measured time. It knows neither stalls for memory nor contention; links,
 latency and the clock (the data sheet's FLOP/s by the FLOP of a cycle) are assumptions. A product
@@ -150,7 +151,7 @@ class _Replay:
                 (called,) = _called(one.text)
                 now += self.run(called, times)
             elif one.op == "conditional":
-                now += max(self.run(called, times) for called in _called(one.text))
+                now += self.run(_called(one.text)[-1], times)
             elif one.op.endswith(("-update", "-done")):
                 started = re.findall(r"%([\w.\-]+)", one.text.split(f" {one.op}(", 1)[1])[0]
                 if started in arriving:

@@ -75,6 +75,15 @@ def test_every_class_has_its_bundles_and_what_is_waited_for_is_exposed():
     assert quick["exposed"] == pytest.approx(10 * (permuted - 40 * 50 / CLOCK + reduced))
 
 
+def test_of_two_branches_the_one_of_a_true_predicate_is_counted():
+    """Of attention, that without a running maximum, which any normalised q and k take."""
+    inner = HLO.replace("ENTRY %main", "%likely")
+    other = inner.split("%likely")[1].replace("splash.4", "splash.5")
+    chosen = "%c = f32[] conditional(%n, %a, %b), branch_computations={%rare, %likely}"
+    outer = f"%rare{other}\nENTRY %main (p: f32[]) -> f32[] {{\n  {chosen}\n}}\n"
+    assert times(inner + outer, CODE | {"splash.5": 9000}, V6E) == times(HLO, CODE, V6E)
+
+
 def test_no_product_is_faster_than_the_peak():
     assert times(HLO, CODE | {"product": 1}, V6E)["products"] == pytest.approx(10 * 512 / CLOCK)
 
