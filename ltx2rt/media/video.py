@@ -8,12 +8,13 @@ in the decoder's order, as the reference reads them; sizes are changed by
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache, partial
-from itertools import chain, islice, pairwise
+from itertools import islice, pairwise, repeat
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,17 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped, wide_to_709
 from ltx2rt.media.images import Resize
-from ltx2rt.media.mp4 import BT2020
+from ltx2rt.media.mp4 import BT709, BT2020
 from ltx2rt.media.streams import chosen_video, moving, opened, tagged_s
 
+HD, UNSPECIFIED = (1280, 720), 2  # pixels; FFmpeg's AVCOL_SPC_UNSPECIFIED
 HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 COMMON_RATES = (
     *(Fraction(n * 1000, 1001) for n in (24, 30, 60)), *map(Fraction, (24, 25, 30, 50, 60)),
 )  # fmt: skip
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
 LONGEST_S = 7 * 24 * 3600  # the most of a variable rate; beyond it, timestamps are damaged
+ROUNDED_S = Fraction(1, 1000)  # of containers that count milliseconds
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
 
@@ -41,7 +44,8 @@ class VideoInfo:
     of every frame; the first need not be 0, and its sound starts there as well. pixel_aspect: the
     width of a pixel by its height, upright. sound_s: when the sound ends, by the header, after the
     first frame. ignored: a sentence for each thing that reading changes or leaves out. varies: the
-    average rate of frames that are resampled by time, else 0."""
+    average rate of frames that come at no constant one, else 0. resampled: whether frames are found
+    by their times."""
 
     width: int
     height: int
@@ -52,6 +56,7 @@ class VideoInfo:
     times_s: tuple[Fraction, ...]
     ignored: tuple[str, ...] = ()
     varies: Fraction = Fraction(0)
+    resampled: bool = False
     pixel_aspect: Fraction = Fraction(1)
     sound_s: float = field(default=0.0, compare=False)
 
@@ -101,9 +106,11 @@ def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any
     if path.is_dir():
         return _light_info(path, flag, most)
     with _reading(path, flag, track) as (container, stream, said):
-        times, packets, first = [], 0, None
+        times, packets, first, length, begins = [], 0, None, None, list[Fraction]()
         for packet in container.demux(stream):
             packets += packet.size > 0
+            if first is None and packet.pts is not None:
+                begins.append(packet.pts * packet.time_base)
             if packet.is_corrupt:
                 raise _truncated(path, flag, len(times))
             for frame in packet.decode():
@@ -112,10 +119,12 @@ def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any
                     change = f"changes its size at frame {len(times)}"
                     raise InputError(f"{flag}: {path} {change}; cut it there")
                 times.append(None if frame.pts is None else frame.pts * frame.time_base)
+                length = Fraction((frame.duration or 0) * frame.time_base)
             if most is not None and len(times) >= most:
+                length = None  # the last one's is not known to be the clip's
                 break
         else:
-            if packets != stream.frames and _ends_early(container, stream, times):
+            if packets != stream.frames and _ends_early(container, stream, times, packets):
                 raise _truncated(path, flag, len(times))
         fps = stream.average_rate or stream.guessed_rate
         if first is None or not fps:
@@ -125,32 +134,100 @@ def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any
         sounds = [s.codec_context is not None for s in container.streams.audio]
         if sounds and not any(sounds):
             ignored.append("its sound is of no known codec, and is left out")
-        if None not in times and len(times) > 1 and not 0 < times[-1] - times[0] < LONGEST_S:
-            read = f"its frames are read at {float(fps):.4g} fps"
-            ignored.append(f"its timestamps are damaged; {read}")
-            times[0] = None
-        if None in times:
-            times = [i / fps for i in range(len(times))]
-        mean = Fraction(0)
-        if not is_constant(times, fps):
-            mean = (len(times) - 1) / (times[-1] - times[0])
-            rate = min(COMMON_RATES, key=lambda common: abs(common - mean))
-            count = max(round((times[-1] - times[0] + 1 / mean) * rate), 1)
-            fps, times = rate, [times[0] + i / rate for i in range(count)]
+        timed = _timed(times, fps, stream, length or Fraction(0))
+        ignored += [timed.said] if timed.said else []
+        if begins and (late_s := float(timed.times_s[0] - min(begins))) > 1.5 / float(fps):
+            ignored.append(f"its first {late_s:.3g} s cannot be decoded, and are left out")
+        colour = _guessed_matrix(first)
+        ignored += ["its colours are taken as BT.709, as players do at its size"] if colour else []
         (turns, _), size = _upright(first), (first.width // 2 * 2, first.height // 2 * 2)
         aspect = Fraction(stream.sample_aspect_ratio or 1)
         return VideoInfo(
             *(size[::-1] if turns % 2 else size),
-            num_frames=len(times[:most]),
-            fps=fps,
+            num_frames=len(timed.times_s[:most]),
+            fps=timed.fps,
             rotation=turns * 90,
             has_sound=any(sounds),
-            times_s=tuple(times[:most]),
+            times_s=timed.times_s[:most],
             ignored=tuple(ignored),
-            varies=mean,
+            varies=timed.varies,
+            resampled=timed.resampled,
             pixel_aspect=1 / aspect if turns % 2 else aspect,
-            sound_s=_sound_end_s(container) - float(times[0]),
+            sound_s=_sound_end_s(container) - float(timed.times_s[0]),
         )
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """A clip's rate and the time of each of its frames. resampled: whether they are found by time
+    among the file's; varies: as of `VideoInfo`; said: a sentence about what was changed."""
+
+    fps: Fraction
+    times_s: tuple[Fraction, ...]
+    resampled: bool = False
+    varies: Fraction = Fraction(0)
+    said: str = ""
+
+
+def _timed(
+    given: Sequence[Fraction | None], fps: Fraction, stream: Any, length_s: Fraction
+) -> _Timed:
+    """Frames of a file by their times. fps: by the header; length_s: of the last one, 0: unknown.
+
+    Times that go back are counted off from the one before. The rate is that of most intervals, and
+    gaps between frames, or a last one that lasts longer, repeat a frame; without such a rate that
+    nearest to the mean, of usual ones.
+    """
+    times = [time for time in given if time is not None]
+    back = sum(b <= a for a, b in pairwise(times))
+    lasts = times[-1] - times[0] if times else 0
+    if len(times) < len(given) or 2 * back >= len(times) > 1 or lasts > LONGEST_S:
+        said = f"its timestamps are damaged; its frames are read at {float(fps):.4g} fps"
+        counted = tuple(i / fps for i in range(len(given)))
+        return _Timed(fps, counted, said=said if len(times) == len(given) else "")
+    found = _rate(times, stream)
+    for i in range(1, len(times)):
+        if times[i] <= times[i - 1]:
+            times[i] = times[i - 1] + 1 / (found or fps)
+    said = f"its timestamps go back in {back} places; frames are counted off there" if back else ""
+    constant = is_constant(times, fps)
+    rate = fps if constant else found
+    longer_s = length_s if rate and len(times) > 1 and length_s > 3 / (2 * rate) else 0
+    if constant and not longer_s:
+        return _Timed(fps, tuple(times), said=said)
+    mean = (len(times) - 1) / (times[-1] - times[0])
+    one = rate or min(COMMON_RATES, key=lambda common: abs(common - mean))
+    end_s = times[-1] - times[0] + (longer_s or 1 / (rate or mean))
+    count = max(round(end_s * one), 1)
+    if rate and count > len(times):
+        more = f"it lacks {count - len(times)} frames; the one before each gap is shown longer"
+        said = f"{said}; {more}" if said else more
+    shown = tuple(times[0] + i / one for i in range(count))
+    return _Timed(one, shown, True, Fraction(0) if rate else mean, said)
+
+
+def _rate(times: Sequence[Fraction], stream: Any) -> Fraction | None:
+    """The rate of more than half of the intervals, within a rounding of 1 ms, where the others are
+    one missing frame each, or a tenth of them at most. None: there is no such rate."""
+    steps = sorted(b - a for a, b in pairwise(times) if b > a)
+    if not steps:
+        return None
+    header = (stream.average_rate, stream.guessed_rate)
+    rates = {
+        Fraction(rate) for rate in (*header, 1 / steps[len(steps) // 2], *COMMON_RATES) if rate
+    }
+
+    def near(rate: Fraction) -> tuple[int, bool, Fraction]:
+        """How many intervals it has; whether the header says it within what was rounded; how near."""
+        alike = [step for step in steps if abs(step - 1 / rate) <= min(ROUNDED_S, 1 / (4 * rate))]
+        off = abs(sum(alike, Fraction(0)) / len(alike) - 1 / rate) if alike else Fraction(1)
+        rounded_s = 2 * ROUNDED_S * (len(steps) - len(alike) + 1)
+        return len(alike), rate in header and off * len(alike) <= rounded_s, -off
+
+    rate = max(rates, key=near)
+    alike = near(rate)[0]
+    single = steps[-1] * rate < Fraction(5, 2)
+    return rate if 2 * alike > len(steps) and (single or 10 * alike >= 9 * len(steps)) else None
 
 
 def is_constant(times: Sequence[Fraction], fps: Fraction) -> bool:
@@ -183,8 +260,11 @@ def _sound_end_s(container: Any) -> float:
     return 0.0
 
 
-def _ends_early(container: Any, stream: Any, times: list[Fraction | None]) -> bool:
-    """Whether frames end before the header's length, where the file's count does not tell."""
+def _ends_early(container: Any, stream: Any, times: list[Fraction | None], packets: int) -> bool:
+    """Whether frames end before the header's length, where the file's count does not tell. An index
+    lists the packets that an edit list leaves."""
+    if stream.frames and container.format.name.startswith("mov") and len(stream.index_entries):
+        return packets < len(stream.index_entries)
     tag_s = tagged_s(stream)  # length of only the picture
     end_s = tag_s or Fraction(container.duration or 0, 10**6)
     with_sound = container.streams.audio and not tag_s
@@ -237,6 +317,8 @@ def _decoded(
             shown = wide_to_709
         sixteen = wide or shown is not np.asarray
         for frame in container.decode(stream):
+            if _guessed_matrix(frame):
+                frame.colorspace = BT709
             pixels = frame.to_ndarray(format="rgb48le" if sixteen else "rgb24")
             turns, mirrored = _upright(frame)
             pixels = np.rot90(pixels[:, ::-1] if mirrored else pixels, turns)
@@ -248,18 +330,29 @@ def _decoded(
 def _resampled(
     frames: Iterator[tuple[Fraction | None, np.ndarray]], info: VideoInfo
 ) -> Iterator[np.ndarray]:
-    """The frame nearest to each time of the facts; at a constant rate all frames unchanged."""
-    if not info.varies:
+    """The frame nearest to each time of the facts, or the one before a gap; at a constant rate all
+    frames unchanged."""
+    if not info.resampled:
         yield from (pixels for _, pixels in frames)
         return
-    times, shown, since = iter(info.times_s), None, Fraction(0)
-    due, end = next(times, None), [(math.inf, np.zeros(0))]
-    for time, pixels in chain(frames, end):
-        time = since if time is None else time
-        while shown is not None and due is not None and 2 * due < since + time:
+    dues, half_s, at = deque(info.times_s), 1 / (2 * info.fps), Fraction(0)
+    shown: np.ndarray | None = None
+    for time, pixels in frames:
+        since, at = at, at if time is None else time
+        if shown is not None and at <= since:
+            at = since + 2 * half_s  # as `_timed` counts
+        while shown is not None and dues and dues[0] < at - min((at - since) / 2, half_s):
+            dues.popleft()
             yield shown
-            due = next(times, None)
-        shown, since = pixels, time
+        shown = pixels
+    if shown is not None:
+        yield from repeat(shown, len(dues))
+
+
+def _guessed_matrix(frame: Any) -> bool:
+    """Whether a frame has colours without a matrix, and a size at which players take BT.709."""
+    large = frame.height >= HD[1] or frame.width >= HD[0]
+    return large and not frame.format.is_rgb and frame.colorspace == UNSPECIFIED
 
 
 @contextmanager

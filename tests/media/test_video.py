@@ -2,6 +2,7 @@
 first."""
 
 import os
+import re
 import struct
 from fractions import Fraction
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from ltx2rt.errors import singular
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, wide_to_709
 from ltx2rt.media.mp4 import HLG, PQ, write_mp4
@@ -111,7 +113,7 @@ def test_a_first_timestamp_that_is_not_zero(tmp_path, name):
 
 
 @pytest.mark.parametrize("times, rate", [
-    ([0, 10, 20, 40, 50, 60, 70, 80, 90], 24), ([0, 5, 10, 15, 20, 30, 40, 50, 60], 30),
+    ([0, 5, 10, 15, 20, 30, 40, 50, 60], 30), ([0, 7, 20, 31, 40, 53, 60, 75, 80], 24),
 ])  # fmt: skip
 def test_a_variable_rate_is_resampled_by_time(tmp_path, times, rate):
     """To the nearest common rate of its average; the frame nearest in time. 240 ticks a second."""
@@ -127,6 +129,69 @@ def test_a_variable_rate_is_resampled_by_time(tmp_path, times, rate):
         far = [abs(Fraction(time, 240) + first - at) for time in times]
         nearest = min(range(len(far)), key=lambda i: (far[i], -i))
         np.testing.assert_array_equal(pixels, stored[nearest])
+
+
+@pytest.mark.parametrize("name, times, last, shown, says", [
+    ("a.mp4", [0, 10, 20, 40, 50, 60, 70, 80, 90], 10, [0, 1, 2, 2, 3, 4, 5, 6, 7, 8], "lacks 1 frame"),
+    ("a.mkv", [0, 10, 20, 30, *range(60, 140, 10)], 10, [0, 1, 2, 3, 3, 3, *range(4, 12)], "lacks 2 frames"),
+    ("a.mp4", [0, 10, 20, 30], 40, [0, 1, 2, 3, 3, 3, 3], "lacks 3 frames"),
+    ("a.mkv", [0, 10, 20, 30, 40, 30, 60, 70], 10, [*range(8)], "go back in 1 place"),
+    ("a.mkv", [0, 10, 20, *range(120, 220, 10)], 10,
+     [0, 1, *[2] * 10, *range(3, 13)], "lacks 9 frames"),
+])  # fmt: skip
+def test_gaps_repeat_a_frame_at_the_rate_of_most(tmp_path, name, times, last, shown, says):
+    """Never the mean; the last frame lasts as its packet says."""
+    with av.open(str(tmp_path / name), "w") as container:
+        codec, pix = ("png", "rgb24") if name == "a.mp4" else ("ffv1", "bgr0")
+        stream = container.add_stream(codec, rate=24)
+        stream.width, stream.height, stream.pix_fmt = 48, 32, pix
+        stream.codec_context.time_base = TICKS
+        for i, time in enumerate(times):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 48, 3), i, np.uint8), format="rgb24")
+            frame = frame.reformat(format=pix)
+            frame.pts, frame.time_base = i, TICKS
+            for packet in stream.encode(frame):
+                packet.dts, packet.pts = time if name == "a.mp4" else i, time
+                packet.duration = last if i == len(times) - 1 else 10
+                container.mux(packet)
+    clip = Footage.read(tmp_path / name, FLAG)
+    assert clip.info.fps == 24 and not clip.info.varies
+    assert re.search(says, singular(" ".join(clip.said())))
+    assert [int(pixels[0, 0, 0]) for pixels in clip.frames()] == shown
+
+
+def test_a_picture_that_ends_before_its_sound_by_an_edit_list_is_whole(tmp_path):
+    """QuickTime's trim: the index lists 10 of 17 frames, the sound goes on."""
+    path = tmp_path / "a.mov"
+    write(path, sound_s=4)
+    data = bytearray(path.read_bytes())
+    at = data.index(b"elst")
+    entry = data[at + 12 : at + 24]
+    length = int.from_bytes(entry[:4], "big")
+    data[at + 12 : at + 16] = (length * 10 // 17).to_bytes(4, "big")
+    path.write_bytes(data)
+    assert video_info(path, FLAG).num_frames in (10, 11)
+
+
+@pytest.mark.parametrize("size, said", [((1280, 64), True), ((64, 720), True), ((854, 480), False)])
+def test_large_pictures_without_a_matrix_are_those_of_players(tmp_path, size, said):
+    """BT.709 from 1280 columns or 720 lines on, as it is said; else BT.601."""
+    from av.video.reformatter import Colorspace
+
+    how = Colorspace.ITU709 if said else Colorspace.ITU601
+    pixels = np.full((size[1], size[0], 3), (200, 30, 30), np.uint8)
+    with av.open(str(tmp_path / "a.mp4"), "w") as container:
+        stream = container.add_stream("libx264", rate=24, options={"crf": "4"})
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        frame = av.VideoFrame.from_ndarray(pixels, format="rgb24")
+        frame = frame.reformat(format="yuv420p", dst_colorspace=how)
+        frame.colorspace = 2
+        container.mux([*stream.encode(frame), *stream.encode()])
+    clip = Footage.read(tmp_path / "a.mp4", FLAG)
+    assert ("taken as BT.709" in " ".join(clip.said())) == said
+    found = next(clip.frames())[:, 8:-8].reshape(-1, 3).mean(0)
+    assert np.abs(found - (200, 30, 30)).max() < 3
 
 
 def test_uneven_ticks_of_one_rate_are_constant(tmp_path):
