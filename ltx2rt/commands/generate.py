@@ -48,7 +48,7 @@ from ltx2rt.pipelines.groups.seeds import draw_seed
 from ltx2rt.pipelines.groups.size import Length, Pixels
 from ltx2rt.pipelines.groups.text import Prompt
 from ltx2rt.pipelines.recipes import PRESETS, recipe
-from ltx2rt.pipelines.request import Request
+from ltx2rt.pipelines.request import Request, wanted_kind
 from ltx2rt.run import history
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import Plan, prepared, resolved_stages, to_enhance, with_enhanced_prompt
@@ -290,7 +290,8 @@ def main(args: argparse.Namespace) -> int | None:
     if folder:
         request = request.kept_in(folder)
     request.check()
-    options = located(options, wanted_by(type(request)))
+    named = any(word.partition("=")[0] == "--pipeline" for word in args.argv)
+    options = located(options, wanted_by(type(request)), wanted_kind(request, named))
     # torch and jax take seconds to import
     checkpoint, request = prepared(options, request, written)
     factory = get_factory(options.backend)

@@ -129,7 +129,7 @@ def run(args: argparse.Namespace) -> int | None:
     request = TrainRequest(**given_flags(configured(args), TrainRequest))
     options = _run_options(args)
     options.check()
-    options = located(options)
+    options = located(options, kind="dev")
     if (status := start_ranks(args, options, [], patient=True)) is not None:
         return status
     if args.own_process:

@@ -4,19 +4,26 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.backend import chosen_backend
 from ltx2rt.commands.options import PRESETS, add_choice, json_flag
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
+from ltx2rt.pipelines.request import samples_dev
+from ltx2rt.session.open import accelerator_room
 from ltx2rt.session.options import ModelOptions, parse_lora
 from ltx2rt.weights import hub
 from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.forms import Room
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.lora import merge_to_file, open_lora
+from ltx2rt.weights.near import Chooser
 from ltx2rt.weights.part_table import files_beside, wanted_by
 from ltx2rt.weights.presets import UPSAMPLERS
 
@@ -53,21 +60,31 @@ def fetch_flags(to: Any) -> None:
     about = "repository of the hub"
     to.add_argument("repository", type=Path, metavar="ORG/NAME[/FILE]", help=about)
     names = ", ".join(pipelines())
-    about = f"pipeline to fetch the files of: {names} (default: {FIRST})"
-    to.add_argument("--pipeline", default=FIRST, metavar="NAME", help=about)
+    about = f"pipeline to fetch the files of: {names} (default: those of distilled weights)"
+    to.add_argument("--pipeline", metavar="NAME", help=about)
     add_flags(to, ModelOptions, only=("video_decoder",))
     to.add_argument("--revision", metavar="R", help="branch, tag or commit (default: main)")
 
 
 def fetch(args: argparse.Namespace) -> None:
     decoder = given_flags(args, ModelOptions).get("video_decoder")
-    wanted = (*files_beside(decoder), *wanted_by(pipeline(args.pipeline)))
+    type_ = pipeline(args.pipeline or FIRST)
+    wanted = (*files_beside(decoder), *wanted_by(type_))
+    kind = "dev" if args.pipeline and samples_dev(type_) else "distilled"
+    chooser = Chooser(partial(_room, args.repository), kind)
     at = f"@{args.revision}" if args.revision else ""
     repo = hub.parse_repo(Path(f"{args.repository}{at}"))
     if repo is None:
         expected = "ORG/NAME or ORG/NAME/FILE of the hub, not a path"
         raise InputError(f"{args.repository}: expected {expected}")
-    print(hub.fetch(repo, wanted=wanted))
+    print(hub.fetch(repo, wanted=wanted, chooser=chooser))
+
+
+def _room(model: Path) -> Room | None:
+    """Memory of the accelerator here; None without one, as where files are only fetched."""
+    with suppress(InputError):  # no backend
+        return accelerator_room(ModelOptions(chosen_backend(quiet=True), model))
+    return None
 
 
 def merge_flags(to: Any) -> None:

@@ -486,6 +486,18 @@ class Request:
         return [*stages, frames, *([Cut(made - over, inset)] if inset or over else [])]
 
 
+def samples_dev(type_: type[Request]) -> bool:
+    """Whether the pipeline, if its user names it, is for dev weights."""
+    return type_.distilled != "optional" and not type_.has(ByWeights)
+
+
+def wanted_kind(request: Request, named: bool) -> str:
+    """The kind of the weights to fetch for a request. named: the user names its pipeline."""
+    guided = getattr(request, "guided", None) and not request.has(ByWeights)
+    guided = guided or (request.is_guided and (guiding(request) or request.unguided() is None))
+    return "dev" if guided or (named and samples_dev(type(request))) else "distilled"
+
+
 def is_distilled(options: ModelOptions, checkpoint: Checkpoint) -> bool:
     """Whether the weights are known to be distilled."""
     known = sign(checkpoint, options.assume)

@@ -38,7 +38,7 @@ def train(
         options = replace(options, mesh={"data": options.num_gpus})
     options.check()
     request = TrainRequest(**keywords({"data": data, "output": output, **rest}, TrainRequest))
-    made = with_validation(start(open_session(located(options)), request))
+    made = with_validation(start(open_session(located(options, kind="dev")), request))
     began, first = time.monotonic(), -1
     of = made.request.steps or 1
 

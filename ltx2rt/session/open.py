@@ -99,14 +99,22 @@ def room_of(options: ModelOptions, device: DeviceInfo | None = None) -> Room:
     return Room(size, "this CPU" if found.kind == "cpu" else found.name)
 
 
-def located(options: ModelOptions, wanted: Collection[str] = OPTIONAL) -> ModelOptions:
+def accelerator_room(options: ModelOptions) -> Room | None:
+    """`room_of`, or None on a CPU, whose host may only fetch files. Raises InputError."""
+    return None if open_backend(options).device_kind == "cpu" else room_of(options)
+
+
+def located(
+    options: ModelOptions, wanted: Collection[str] = OPTIONAL, kind: str = "distilled"
+) -> ModelOptions:
     """The options with repositories of the hub replaced by files in its cache, which are downloaded
     if need be. wanted: optional kinds of files that come with the checkpoint where no flag names
-    them. Raises InputError."""
+    them. kind: of the weights that the run samples. Raises InputError."""
+    chooser = Chooser(partial(accelerator_room, options), options.assume or kind)
 
     def local(path: Path, part: str, wanted: tuple[str, ...] = ()) -> Path:
         repo = parse_repo(path)
-        return fetch(repo, part, wanted, options.offline) if repo else path
+        return fetch(repo, part, wanted, options.offline, chooser) if repo else path
 
     def lora(spec: LoraSpec) -> LoraSpec:
         path = local(spec.path, "lora")

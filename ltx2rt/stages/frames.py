@@ -85,8 +85,8 @@ def decoding(
 
 @dataclass(frozen=True)
 class Frames(Stage):
-    """Devices share the tiles; only the main process gets the frames. remark: why it is not the
-    stage that was asked for."""
+    """Devices share the tiles; only the main process gets the frames. remark: a line about the
+    decoder for the user."""
 
     geometry: Geometry
     tiling: Tiling
@@ -162,7 +162,9 @@ class DiffusionFrames(Frames):
         for tiles in (self.tiling, *self.fewer):
             stage = replace(self, tiling=tiles)
             if session.costs([stage])[0].peak_bytes <= room:
-                return stage
+                where = session.checkpoint.source("diffusion_decoder").where
+                other = f"decode: the weights of {where} are not those of the released file"
+                return replace(stage, remark=other if where.is_dir() else "")
         if self.other is None:
             return stage
         gigabytes = session.costs([stage])[0].peak_bytes / 1e9

@@ -43,7 +43,7 @@ class Transformers(NamedTuple):
 
 
 def transformers(
-    files: Sequence[Any], assume: str | None, room: Callable[[], Room] | None
+    files: Sequence[Any], assume: str | None, room: Callable[[], Room | None] | None
 ) -> Transformers | None:
     """The transformers among open main files; None if several may be meant. assume: the only kind
     that is taken, of `distilled.KINDS`."""
@@ -70,12 +70,12 @@ def transformer_bytes(file: Any) -> int:
 
 def largest(
     kinds: Sequence[Mapping[T, int]],
-    room: Callable[[], Room] | None,
+    room: Callable[[], Room | None] | None,
     what: str = "transformer",
     more: int = ACTIVATION_BYTES,
 ) -> list[T] | None:
     """The largest form of each kind that the device keeps whole, else the smallest, which a note
-    says; of an unknown device the largest. None if files are of several models, or of one form.
+    says; of an unknown device (None) the largest. None if files are of several models, or of one form.
     kinds: the forms of each, and their sizes. more: bytes that a run adds to them."""
     several = any(len(sizes) > 1 for sizes in kinds)
     device = room() if room and several else None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -19,14 +20,17 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+from ltx2rt.atomic_file import existing_folder
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.weights.configs.keys import Keys
-from ltx2rt.weights.distilled import kind_by_name
+from ltx2rt.weights.distilled import FULL, SCHEDULER, kind_by_name
 from ltx2rt.weights.files import SHARD_INDEX
+from ltx2rt.weights.forms import ACTIVATION_BYTES, TEXT_BYTES, largest
 from ltx2rt.weights.lora_config import ADAPTER_CONFIG
 from ltx2rt.weights.lora_config import FILES as LORA_FILES
-from ltx2rt.weights.names import component_of
+from ltx2rt.weights.names import component_of, official_names
+from ltx2rt.weights.near import NO_DEVICE, Chooser
 from ltx2rt.weights.part_table import names_of
 from ltx2rt.weights.parts import (
     INDEX,
@@ -62,6 +66,7 @@ FAULTS = {  # by class of the transport's error, what is wrong with the reposito
     f"one, {LOGIN})",
     "EntryNotFoundError": "has no file {repo.file} at {repo.revision} on the hub; check the name",
 }
+FOUR_BITS = 0.45  # of the bytes of a file in bfloat16, more than one of four bits has
 TEXTS = (".safetensors", ".json", ".model", ".jinja")  # files of a Gemma folder
 
 
@@ -88,6 +93,17 @@ class RemoteFile:
     def info(self, name: str) -> Any:
         return self.tensors[name]
 
+    def __hash__(self) -> int:
+        return hash(self.path)
+
+    def transformer_bytes(self) -> int:
+        """Stored bytes of its transformer."""
+        ours = official_names(self.tensors)
+        ends = (
+            self.tensors[n].data_offsets for n in ours if component_of(ours[n]) == "transformer"
+        )
+        return sum(end - begin for begin, end in ends)
+
 
 class Repository(Listing):
     """The listing of a repository, with paths inside it. Only headers and configs are read. Raises
@@ -106,6 +122,11 @@ class Repository(Listing):
 
     def inside(self, folder: Path) -> list[Path]:
         return sorted(self._entries[folder])
+
+    def size(self, path: Path) -> int:
+        """Bytes of a file, or of the files in a folder."""
+        own = (name for name in self.sizes if path in (Path(name), *Path(name).parents))
+        return sum(map(self.sizes.__getitem__, own))
 
     def is_dir(self, path: Path) -> bool:
         return path in self._entries
@@ -163,13 +184,18 @@ def parse_repo(path: Path) -> Repo | None:
 
 @cache
 def fetch(
-    repo: Repo, part: str = "main", wanted: tuple[str, ...] = (), offline: bool = False
+    repo: Repo,
+    part: str = "main",
+    wanted: tuple[str, ...] = (),
+    offline: bool = False,
+    chooser: Chooser = NO_DEVICE,
 ) -> Path:
     """Download the files that the cache lacks; returns the file or folder to open.
 
     part: "main" for a checkpoint and its parts, "gemma" for a repository that is a Gemma folder,
     "lora" for a LoRA and its config, anything else for one file. wanted: parts that a checkpoint
-    needs beside those in its file. offline: look only into the cache. Raises InputError.
+    needs beside those in its file. offline: look only into the cache. chooser: among several
+    transformers and text encoders, of the distilled kind by default. Raises InputError.
     """
     with _hub(repo):
         import huggingface_hub
@@ -203,7 +229,7 @@ def fetch(
         listing = Repository(repo, sizes, info.sha or repo.revision)
         deep = "/" in (repo.file or "")
         parts = scan(Path(), listing, deep=True) if deep else look_into(Path(), listing)
-        names, main = _needed(listing, parts, wanted)
+        names, main = _needed(listing, parts, wanted, chooser)
     return _download(repo, sizes, names) / main
 
 
@@ -219,29 +245,50 @@ def _lora(repo: Repo, sizes: dict[str, int]) -> Path:
     return _download(repo, sizes, [*chosen, *([config] if config in sizes else [])]) / chosen[0]
 
 
-def _needed(listing: Repository, parts: Parts, wanted: Collection[str]) -> tuple[list[str], str]:
+def _needed(
+    listing: Repository, parts: Parts, wanted: Collection[str], chooser: Chooser
+) -> tuple[list[str], str]:
     """Names of the files that a checkpoint needs, and which of them to open. Raises InputError."""
-    mains = _mains(listing, parts)
+    mains = _mains(listing, parts, chooser)
     folders = list(mains) == [INDEX]
     names = mains.values() if len(mains) == 1 and not folders else ()
-    if kind_by_name(listing.repo.name if folders else next(iter(mains))) == "distilled":
+    kind = kind_by_name(listing.repo.name if folders else next(iter(mains)))
+    full = [path for path in parts.diffusers.get("transformer", ()) if path.name == FULL]
+    if folders and full:
+        kind = chooser.assume or "distilled"
+        rest = [path for path in parts.diffusers["transformer"] if path not in full]
+        parts.diffusers["transformer"] = full if kind == "dev" else rest or full
+    if kind == "distilled":
         wanted = {part for part in wanted if part != "lora"}
     own = {component_of(name) for file in names for name in file.names()}
     chosen = _chosen({*wanted, *(FOLDERS if folders else ())} - own, listing, parts, folders)
     index = model_index(Path(), listing)
     found = {"main": [*map(Path, mains)]}
     found |= {part: listed(paths, index) for part, paths in chosen.items()}
+    if gemmas := found.get("gemma"):
+        sizes = {path: listing.size(path) for path in gemmas}
+        found["gemma"] = _form(sizes, chooser, "text encoder", TEXT_BYTES) or gemmas
     at = {part: [f"{listing.repo.name}/{path}" for path in found[part]] for part in found}
     refuse_ambiguous(**at)
-    places = {path for paths in found.values() for path in paths}
+    places = {path for paths in found.values() for path in paths} | {Path(SCHEDULER)}
     places |= {path.parent for path in parts.tokenizer}
     places |= {shard for file in names for shard in file.shards}
     files = [name for name in listing.sizes if places & {Path(name), *Path(name).parents}]
     return files, next(iter(mains))
 
 
-def _mains(listing: Repository, parts: Parts) -> dict[str, Any]:
-    """The main files by name; the index, with None, for diffusers folders. Raises InputError."""
+def _form(
+    sizes: Mapping[Any, int], chooser: Chooser, word: str, more: int = ACTIVATION_BYTES
+) -> list[Any] | None:
+    """The largest form that the device keeps whole, else the smallest, but none of four bits if
+    there is another; None if several models may be meant."""
+    least = FOUR_BITS * max(sizes.values())
+    return largest([{x: n for x, n in sizes.items() if n > least}], chooser.room, word, more)
+
+
+def _mains(listing: Repository, parts: Parts, chooser: Chooser) -> dict[str, Any]:
+    """The main files by name; the index, with None, for diffusers folders. Of several files one of
+    the kind that is asked for. Raises InputError."""
     repo, mains = listing.repo, {str(file.path): file for file in parts.files["main"]}
     if "transformer" in parts.diffusers:
         mains[INDEX] = None
@@ -254,7 +301,12 @@ def _mains(listing: Repository, parts: Parts) -> dict[str, Any]:
         said = "".join(f"; not readable: {line}" for line in parts.unreadable)
         advice = f"pass another repository, or a folder, as --model{said}"
         raise InputError(f"{repo.name}: no checkpoint of LTX-2 in it; {advice}")
-    return mains
+    kinds: dict[str | None, dict[Any, int]] = {}
+    for file in parts.files["main"] if len(mains) > 1 else ():
+        kinds.setdefault(kind_by_name(file.path.name), {})[file] = file.transformer_bytes()
+    sizes = kinds.get(chooser.assume or "distilled")
+    chosen = _form(sizes, chooser, "transformer") if sizes else None
+    return {str(chosen[0].path): chosen[0]} if chosen else mains
 
 
 def _chosen(
@@ -272,14 +324,25 @@ def _chosen(
 
 
 def _download(repo: Repo, sizes: dict[str, int], names: list[str]) -> Path:
-    """The snapshot's folder."""
+    """The snapshot's folder. Raises InputError where the disk has no room for what is missing."""
     import huggingface_hub
+    from huggingface_hub import constants
 
+    at = repo.revision
     if total := sum(sizes.get(name, 0) for name in names):
-        said = f"{len(names)} files, {total / 1e9:.3g} GB, those in the cache included"
+        cached = huggingface_hub.try_to_load_from_cache
+        missing = [n for n in names if not isinstance(cached(repo.name, n, revision=at), str)]
+        left = sum(sizes.get(name, 0) for name in missing)
+        cache = existing_folder(Path(constants.HF_HUB_CACHE) / "a file")
+        free = shutil.disk_usage(cache).free
+        said = (
+            f"{len(names)} files, {total / 1e9:.3g} GB, of which {left / 1e9:.3g} GB are not in the"
+        )
+        said += f" cache {cache}; its disk has {free / 1e9:.3g} GB free"
+        if left > free:
+            raise InputError(f"{repo.name}: {said}; set HF_HOME to a folder on another disk")
         note(f"{repo.name}: {said}", prefix="")
     with _hub(repo):
-        at = repo.revision
         return Path(huggingface_hub.snapshot_download(repo.name, revision=at, allow_patterns=names))
 
 

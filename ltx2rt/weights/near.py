@@ -82,7 +82,7 @@ class Chooser:
     """Choose among several files of a network. room: memory of the device that computes, asked
     where it decides; None: not known. assume: the kind of the transformer."""
 
-    room: Callable[[], Room] | None = None
+    room: Callable[[], Room | None] | None = None
     assume: str | None = None
 
 

@@ -20,6 +20,7 @@ from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.hub import Repo, parse_repo
 from tests.gguf_files import arrays_of, linked
+from tests.released import FORMS, path_of
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 CLIP = "--backend cuda --device cpu --width 64 --height 64 --num-frames 9 --steps 1 --seed 1"
@@ -76,14 +77,18 @@ class Hub:
         file = self.repositories[name] / "/".join(words[5:])
         if not file.is_file():
             return self.send(to, 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
-        data, status = file.read_bytes(), 200
+        size, status = file.stat().st_size, 200
         headers = {"X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
-        headers["ETag"] = f'"{hashlib.sha256(data).hexdigest()}"'
+        headers["ETag"] = f'"{hashlib.sha256(f"{file.resolve()} {size}".encode()).hexdigest()}"'
+        start, stop = 0, size
         if asked:
             first, last = asked.removeprefix("bytes=").split("-")
-            start, stop = int(first), min(int(last or len(data)), len(data) - 1) + 1
-            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{len(data)}"
-            data, status = data[start:stop], 206
+            start, stop = int(first), min(int(last or size), size - 1) + 1
+            headers["Content-Range"] = f"bytes {start}-{stop - 1}/{size}"
+            status = 206
+        with file.open("rb") as opened:  # which may be sparse, and larger than memory
+            opened.seek(start)
+            data = opened.read(stop - start)
         if self.cut == words[-1] and to.command == "GET" and not asked:
             self.cut, headers["Content-Length"] = None, str(len(data))
             self.send(to, status, headers, data[: len(data) // 2])
@@ -340,9 +345,9 @@ def test_of_a_repository_of_parts_come_those_that_the_run_reads(run, parted):
     more = {f"{RELEASED['spatial-upsampler-x2']}.safetensors"}  # the weights are distilled already
     words = ("weights", "fetch", f"lab/files/{main}", "--pipeline")
     for pipeline, decoder, expected in (
-        ("one-stage", (), always | {"vae/conv.safetensors"}),
+        ("one-stage", (), always | {"vae/diffusion.safetensors"}),
         # The rest is there.
-        ("two-stage", ("--video-decoder", "diffusion"), more | {"vae/diffusion.safetensors"}),
+        ("two-stage", ("--video-decoder", "conv"), more | {"vae/conv.safetensors"}),
     ):
         parted.got.clear()
         status, out, err = run(*words, pipeline, *decoder)
@@ -368,20 +373,77 @@ def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
     assert set(parted.fetched()) == expected
 
 
-def test_transformers_of_one_repository_are_chosen_by_name(run, parted):
-    error = one_line(run("weights", "fetch", "lab/files"))
-    assert "2 candidates for the checkpoint" in error and "choose with --model" in error
-    for name in ("dev", "distilled"):
-        assert f"lab/files/diffusion_models/{name}.safetensors" in error
-    assert not parted.fetched()
-    # Its index lists one.
-    status, out, err = run("weights", "fetch", "lab/folders", "--pipeline", "one-stage")
+@pytest.mark.parametrize("pipeline, kind, beside", [
+    ((), "distilled", {"transformer"}), (("--pipeline", "two-stage"), "dev", {"transformer_full"}),
+])  # fmt: skip
+def test_transformers_of_one_repository_are_chosen_by_the_pipeline(
+    run, parted, pipeline, kind, beside
+):
+    status, _, err = run("weights", "fetch", "lab/files", *pipeline)
+    assert status == 0 and re.search(r"GB are not in the cache .* GB free", err), err
+    found = parted.fetched().keys()
+    assert [name for name in found if "diffusion_models" in name] == [
+        f"diffusion_models/{kind}.safetensors"
+    ]
+    assert ("loras/distilled.safetensors" in found) == (kind == "dev")
+    parted.got.clear()
+    status, out, err = run("weights", "fetch", "lab/folders", *pipeline)
     assert status == 0, err
     found = {name.partition("/")[0] for name in parted.fetched() if name.endswith(".safetensors")}
-    parts = {
-        "transformer", "connectors", "vae", "audio_vae", "vocoder", "text_encoder", "duration_head",
+    lora = {name for name in found if "lora" in name}
+    assert found - lora == beside | {
+        "connectors", "vae", "audio_vae", "vocoder", "text_encoder", "duration_head",
+        "latent_upsampler", "diffusion_decoder",
     }  # fmt: skip
-    assert found == parts and open_checkpoint(out.strip()).config.part("duration_head")
+    assert bool(lora) == (kind == "dev") and open_checkpoint(out.strip()).config.part(
+        "duration_head"
+    )
+
+
+NEEDED = """
+import json, sys
+from pathlib import Path
+from huggingface_hub import model_info
+from ltx2rt.weights import hub
+from ltx2rt.weights.forms import Room
+from ltx2rt.weights.near import Chooser
+from ltx2rt.weights.part_table import files_beside
+
+sizes = {file.rfilename: file.size for file in model_info("lab/full", files_metadata=True).siblings}
+for kind, room in json.loads(sys.argv[1]):
+    listing = hub.Repository(hub.Repo("lab/full"), sizes, "main")
+    chooser = Chooser(room and (lambda: Room(room * 10**9, "a GPU")), kind)
+    wanted = (*files_beside(None), "upsampler", "lora")
+    parts = hub.look_into(Path(), listing)
+    names, main = hub._needed(listing, parts, wanted, chooser)
+    print(json.dumps([sorted(names), main, sum(map(sizes.get, names))]))
+"""
+
+
+def test_files_of_the_released_repository(run, served, released):
+    """By the released names and sizes: 70 GB of distilled files; 37 GB on cards below 48 GB."""
+    words = [f"{kind} {form}" for kind in ("distilled", "dev") for form in FORMS]
+    served.repositories["lab/full"] = released(
+        *words, "text int8", "lora", preset="ltx-2.5", empty=True
+    )
+    asked = [
+        ("distilled", None),
+        ("distilled", 44),
+        ("distilled", 28),
+        ("distilled", 20),
+        ("dev", 75),
+    ]
+    status, out, err = run("-c", NEEDED, json.dumps(asked), module=())
+    assert status == 0, err
+    plain, int8 = (("distilled bf16", "text"), ("distilled int8", "text int8"))
+    expected = [plain, plain, int8, int8, ("dev bf16", "text", "lora")]
+    for line, (main, *rest) in zip(out.splitlines(), expected, strict=True):
+        names, opened, size = json.loads(line)
+        also = ("vae", "audio", "spatial", "duration")
+        assert opened == path_of(main)
+        assert names == sorted(map(path_of, (main, *rest, *also)))
+        size -= 995_743_592  # the upsampler
+        assert round(size / 1e9) == {"distilled bf16": 70, "distilled int8": 39}.get(main, 79)
 
 
 @pytest.mark.long
