@@ -23,7 +23,7 @@ from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
 from ltx2rt.pipelines.request import Loras, Request, fitted
 from ltx2rt.placement.cost import weight_bytes
-from ltx2rt.placement.devices import DeviceKind, topology
+from ltx2rt.placement.devices import DeviceKind, slice_chips, topology
 from ltx2rt.placement.mesh import in_words as mesh_in_words
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.training_estimate import datasheet_step
@@ -47,7 +47,7 @@ class Target:
     """The programs to compile, and the devices to compile them for."""
 
     topology: str = flag(
-        MISSING, "TPUs to compile for, such as v6e:2x4", group=MEMORY, metavar="GEN:CHIPS"
+        MISSING, "TPUs to compile for, such as v6e-8 or v6e:2x4", group=MEMORY, metavar="GEN:CHIPS"
     )
     component: tuple[str, ...] = flag(
         (),
@@ -115,7 +115,13 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
     request = fitted(request, session.options, session.checkpoint)
     loras = Loras(session.options.loras, LoraSpec(Path("distilled")))
     cells = tuple(_cells(session, request, loras, target))
-    return Compilation(target.topology, kind, session.backend.mesh, cells, target.times)
+    found = {cell.component for cell in cells}
+    if missing := [name for name in target.component if name not in found]:
+        others = replace(target, component=())
+        known = dict.fromkeys(x.component for x in _cells(session, request, loras, others))
+        raise InputError(f"--component: this run has no {missing[0]}; it has {', '.join(known)}")
+    chips = slice_chips(target.topology)
+    return Compilation(chips, kind, session.backend.mesh, cells, target.times)
 
 
 def plan_training(
@@ -127,7 +133,8 @@ def plan_training(
     count = step.batch * step.session.backend.mesh.get("data", 1)
     size = f"{count} x {bucket}, rank {step.rank}"
     cell = Cell("train-step", step.graph, size, part=step.remat)
-    return Compilation(target.topology, kind, step.session.backend.mesh, (cell,), target.times)
+    chips = slice_chips(target.topology)
+    return Compilation(chips, kind, step.session.backend.mesh, (cell,), target.times)
 
 
 def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:

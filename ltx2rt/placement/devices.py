@@ -119,7 +119,8 @@ UNREAD = (  # words of a device's name that do not tell its kind
     r"\b(nvidia|geforce|tesla|blackwell|workstation|server|edition|google|cloud)\b"
     r"|\b(tpu|gpu|hbm\w*|sxm\d?)\b"
 )
-CORES = {"v5e": 1, "v6e": 1, "v5p": 2}  # in a device, as names such as v5p-8 count them
+# cores in a device, as names such as v5p-8 count them
+CORES = {"v5e": 1, "v6e": 1, "v5p": 2, "v7x": 1}
 
 
 def device_kind(name: str) -> DeviceKind:
@@ -195,16 +196,36 @@ def known_kind(framework_kind: str, name: str, total_bytes: int) -> DeviceKind |
 
 # libtpu's name -> kind, devices per chip
 GENERATIONS = {"v5e": ("v5e", 1), "v5p": ("v5p", 1), "v6e": ("v6e", 1), "tpu7x": ("v7x", 2)}
+# the chips of a slice as Google Cloud offers it, by their number
+FLAT = {
+    math.prod(sides): sides for sides in ((1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16))
+}
+DEEP = {
+    math.prod(sides): sides
+    for sides in ((1, 1, 1), (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), (4, 4, 4), (4, 4, 8))
+}
+SLICES = {"v5e": FLAT, "v6e": FLAT, "v5p": DEEP, "tpu7x": DEEP}
+
+
+def slice_chips(name: str) -> str:
+    """A topology in libtpu's words, also of a slice's name: v7x-8 is tpu7x:2x2x1. Other names as
+    they are."""
+    kind, count = _several(name) or ("", 0)
+    for generation, (known, in_chip) in GENERATIONS.items():
+        if known == kind and (sides := SLICES[generation].get(count // in_chip)):
+            return f"{generation}:{'x'.join(map(str, sides))}"
+    return name
 
 
 def topology(name: str) -> tuple[DeviceKind, int]:
-    """The devices of a topology in libtpu's words (generation:chips), and their number."""
-    generation, _, chips = name.partition(":")
+    """The devices of a topology in libtpu's words (generation:chips) or of a slice's name, and
+    their number."""
+    generation, _, chips = slice_chips(name).partition(":")
     if generation not in GENERATIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
         known = ", ".join(GENERATIONS)
         raise InputError(
             f"--topology: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or "
-            "tpu7x:2x2x1"
+            "tpu7x:2x2x1, or a slice such as v6e-8"
         )
     kind, cores = GENERATIONS[generation]
     return device_kinds()[kind], cores * math.prod(map(int, chips.split("x")))

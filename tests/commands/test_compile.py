@@ -155,12 +155,21 @@ def test_a_topology_says_its_devices_and_no_pipeline_is_left_out():
         assert (job.kind.name, job.mesh) == (kind, mesh)
 
 
+@pytest.mark.parametrize("decoder", ["diffusion-decoder", "diffusion-features"])
+def test_a_part_of_the_diffusion_decoder_implies_it(decoder):
+    words = ["compile", *flags(preset="tiny-2.5", pipeline="distilled", component=decoder)]
+    (cell,) = job_of(parser().parse_args(list(map(str, words)))).cells
+    assert cell.component == decoder
+
+
 @pytest.mark.parametrize("changes,words", [
     ({"topology": "v9:2x4"}, ["v9:2x4", "v6e", "tpu7x", "v5p"]),
     ({"topology": "v6e"}, ["--topology", "v6e:2x4"]), ({"topology": "v6e:2x0"}, ["--topology"]),
     ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "there are 4"]),
     ({"mesh": "row=4"}, ["--mesh", "tensor"]), ({"stage": 3}, ["--stage"]),
     ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),
+    ({"pipeline": "one-stage", "component": "upsampler"}, ["no upsampler; it has", "vocoder"]),
+    ({"component": "diffusion-decoder"}, ["no diffusion-decoder; it has", "vocoder"]),
     ({"profile": "kitchen"}, ["kitchen", "trillium"]),
     ({"profile": "single"}, ["profile single has no mesh of 4 devices", "--mesh"]),
     ({"width": 63}, ["--width", "an even number"]), ({"branches": 5}, ["--branches"]),

@@ -4,7 +4,7 @@ import pytest
 
 from ltx2rt.errors import InputError
 from ltx2rt.placement import devices
-from ltx2rt.placement.devices import device_kind, device_kinds
+from ltx2rt.placement.devices import device_kind, device_kinds, slice_chips, topology
 from ltx2rt.run.estimate import Devices
 from tests.conftest import refused
 
@@ -61,6 +61,7 @@ def test_every_kind_is_found_by_its_name_and_its_model():
     ("name", "kind", "count"),
     [
         ("v6e-8", "v6e", 8), ("v5p-8", "v5p", 4), ("8xH100", "h100-80gb", 8),
+        ("v7x-8", "v7x", 8), ("tpu7x-8", "v7x", 8),
         ("2 x 4090", "rtx4090-24gb", 2), ("h200", "h200-141gb", 1),
     ],
 )  # fmt: skip
@@ -69,6 +70,21 @@ def test_a_name_may_state_the_number_of_devices(name, kind, count):
     assert (found.name, number) == (kind, count)
     with refused(r"--devices: 3, but --device-kind .* is .* x "):
         _ = Devices(name if count > 1 else f"2x{name}", 3).found
+
+
+@pytest.mark.parametrize("name, chips, devices", [
+    ("v6e-8", "v6e:2x4", 8), ("v6e:2x4", "v6e:2x4", 8), ("v5e-1", "v5e:1x1", 1),
+    ("v7x-8", "tpu7x:2x2x1", 8), ("tpu7x-2", "tpu7x:1x1x1", 2), ("v5p-16", "v5p:2x2x2", 8),
+])  # fmt: skip
+def test_a_slice_is_compiled_for_by_its_name(name, chips, devices):
+    assert slice_chips(name) == chips and topology(name)[1] == devices
+
+
+@pytest.mark.parametrize("name", ["v6e-7", "v9-8", "8xH100", "v6e-0", "", "v7x-8-8"])
+def test_no_slice_is_guessed(name):
+    assert slice_chips(name) == name
+    with refused("--topology: "):
+        topology(name)
 
 
 @pytest.mark.parametrize("name, message", [
