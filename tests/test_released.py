@@ -1,5 +1,6 @@
 """LTX-2.5 as people have it: the folders of the release, with which files side by side."""
 
+import json
 from collections import Counter
 from dataclasses import replace
 from unittest.mock import ANY
@@ -8,12 +9,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from ltx2rt.backend import DeviceInfo
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.estimate import Devices, estimate
+from ltx2rt.serve.admission import Admission
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.frames import DiffusionFrames
 from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.files import write_arrays
+from ltx2rt.weights.trained import model_digest
 from tests.conftest import assert_same, denoised, refused
 from tests.parity import relative_l2
 from tests.released import BASE, FORMS, path_of
@@ -224,3 +229,62 @@ def test_a_diffusers_decoder_without_type_emb_is_read_and_its_difference_said(re
     assert "released file" not in err
     _, err = made(folder, "--pipeline", "two-stage", "--steps", "2")
     assert "distilled: merged" in err
+
+
+@pytest.mark.parametrize("words, most", [
+    (("distilled int8", "text"), 0.05), (("distilled nvfp4", "text"), 0.3),
+    (("distilled nvfp4", "text int8"), 0.3), (("dev int8", "distilled nvfp4", "text"), 0.3),
+])  # fmt: skip
+def test_forms_in_few_bits_make_nearly_the_clip_of_bfloat16(released, made, words, most):
+    """Also where the two transformers are of two forms."""
+    rest = [word for word in BASE if word != "text"]
+    expected, _ = made(released("distilled"), "--pipeline", "distilled")
+    found, _ = made(released(*words, base=rest), "--pipeline", "distilled")
+    assert 0 < relative_l2(found["video_latent"], expected["video_latent"]) < most
+
+
+def test_a_lora_trained_on_dev_goes_with_distilled_int8_weights(released, made, tmp_path):
+    rng = np.random.default_rng(1)
+    module = "diffusion_model.transformer_blocks.0.attn1.to_q.lora_{}.weight"
+    arrays = {module.format(half): 0.1 * rng.standard_normal(size, np.float32)
+              for half, size in (("A", (4, 128)), ("B", (128, 4)))}  # fmt: skip
+    base = model_digest(open_checkpoint(released("dev")))
+    about = {"base": base, "trigger": None, "step": 10, "mode": "text to video"}
+    write_arrays(tmp_path / "own.safetensors", arrays, {"ltx2rt": json.dumps(about)})
+    found, err = made(released("distilled int8"), "--lora", tmp_path / "own.safetensors")
+    assert "merged 1/1 modules" in err and err.count("its effect here is not known") == 1
+    assert np.isfinite(found["video_latent"]).all()
+
+
+def test_inspect_shows_the_transformer_beside_dev(released, command):
+    folder = released("dev", "distilled")
+    status, out, _ = command("weights", "inspect", folder)
+    assert status == 0 and f"  distilled transformer: {folder / path_of('distilled')}\n" in out
+    assert "missing" not in out
+    status, out, _ = command("weights", "inspect", released("dev"))
+    assert "  missing: distilled LoRA (--distilled-lora), unless" in out
+
+
+def test_the_server_takes_the_form_of_its_replicas(released, tmp_path, capsys):
+    forms = [f"distilled {form}" for form in FORMS]
+    folder = released(*forms, preset="ltx-2.5", empty=True)
+    admission = Admission(ModelOptions("cuda", folder), tmp_path, default="distilled")
+    for size, form in ((80, "bf16"), (32, "int8"), (12, "nvfp4")):
+        device = DeviceInfo("cuda", "a GPU", size * 10**9, size * 10**9)
+        admission.plan_for(device, {})
+        where = admission.checkpoint.source("transformer").where
+        assert where == folder / path_of(f"distilled {form}")
+    assert not capsys.readouterr().err  # the replica says it
+
+
+def test_both_kinds_are_offered_by_a_server(released, tmp_path):
+    admission = Admission(
+        ModelOptions("cuda", released("dev", "distilled"), device="cpu"),
+        tmp_path,
+        default="distilled",
+    )
+    offered = admission.limits()["pipelines"]
+    assert {"distilled", "two-stage", "hq", "one-stage", "retake"} <= offered.keys()
+    clip = {"prompt": "a fox", "width": 64, "height": 64, "num_frames": 9, "seed": 1}
+    for name in ("distilled", "two-stage"):
+        assert admission.admit({"pipeline": name, **clip}).work > 0

@@ -115,7 +115,9 @@ class Admission:
         options.check()
         self.options, self.inputs, self.lora_folder = options, inputs, lora_folder
         self.default, self.warm, self.enhancer = default, warm, enhancer
-        self.checkpoint = opened_checkpoint(options)
+        kind = "cpu" if options.device == "cpu" else "unknown"
+        device = DeviceInfo(kind, "", UNKNOWN_BYTES, UNKNOWN_BYTES)
+        self.checkpoint = opened_checkpoint(options, device)
         if enhancer:
             existing("--prompt-enhancer", enhancer)
             Enhancer.of(self.checkpoint, enhancer).check()
@@ -125,22 +127,26 @@ class Admission:
         self.possible = {
             name: type_ for name, type_ in self.served.items() if self._possible(type_)
         }
-        kind = "cpu" if options.device == "cpu" else "unknown"
         self._session: Any = None
         # TFLOP and least seconds by all that decides them
         self._work: OrderedDict[str, tuple[float, float | None]] = OrderedDict()
-        self.plan_for(DeviceInfo(kind, "a device", UNKNOWN_BYTES, UNKNOWN_BYTES), {})
+        self.plan_for(replace(device, name="a device"), {})
         self.names = tuple(names) or (options.model.resolve().name,)
         self.model = self.names[0]
 
     def plan_for(self, info: DeviceInfo, mesh: Mapping[str, int]) -> None:
         """Refuse from now on what such devices have no room for."""
-        before, same = self._session.backend if self._session else None, (info.kind, mesh)
-        if isinstance(before, ReplicaBackend) and (before.device_kind, before.mesh) == same:
+        before = self._session.backend if self._session else None
+        same = info.kind, mesh, info.total_bytes
+        if (
+            isinstance(before, ReplicaBackend)
+            and (before.device_kind, before.mesh, before.info.total_bytes) == same
+        ):
             if before.info == info:
                 return
             before.info = info  # the same kind: graphs and costs hold, room may have changed
-        else:
+        else:  # its memory chooses among forms of the weights, as the replica says
+            self.checkpoint = opened_checkpoint(self.options, replace(info, name=""))
             self._session = Session(
                 self.checkpoint, ReplicaBackend(self.options, info, mesh), self.options
             )

@@ -96,7 +96,8 @@ def room_of(options: ModelOptions, device: DeviceInfo | None = None) -> Room:
     """Memory of the run's devices for one network. Raises InputError."""
     found = device or open_backend(options).device()
     size = found.idle_bytes(options.max_memory) * options.mesh.get("tensor", 1)
-    return Room(size, "this CPU" if found.kind == "cpu" else found.name)
+    name = "this CPU" if found.name and found.kind == "cpu" else found.name
+    return Room(size, name)
 
 
 def accelerator_room(options: ModelOptions) -> Room | None:

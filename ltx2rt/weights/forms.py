@@ -29,7 +29,7 @@ _FORM = re.compile(
 
 
 class Room(NamedTuple):
-    """A device's memory for weights and activations, and its name."""
+    """A device's memory for weights and activations, and its name, "" to say nothing."""
 
     size: int
     device: str
@@ -90,7 +90,7 @@ def largest(
         if same or len({_model(_path(form)) for form in ordered}) > 1:
             return None
         found.append(chosen)
-        if others and device:
+        if others and device and device.device:
             how = f"the largest of {len(ordered)} forms that {device.device} keeps whole"
             if not fits:
                 how = f"the smallest of {len(ordered)} forms, of which {device.device} keeps none whole"

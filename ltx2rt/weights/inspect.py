@@ -106,13 +106,14 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     expected = (part for part in PARTS.values() if part.source and part.every)
     lacking = (part for part in expected if part.name not in checkpoint.sources)
     missing = [f"{part.word} ({part.flag})" for part in lacking]
-    if not checkpoint.loras_found:
+    if not (checkpoint.loras_found or checkpoint.distilled):
         said = f"{word_of('lora')} ({PARTS['lora'].flag})"
         missing.append(f"{said}, unless the checkpoint is a distilled one")
     if checkpoint.tokenizer is None:
         missing.append("tokenizer.json (--text-encoder)")
     sources = checkpoint.sources
-    return {
+    distilled = {"distilled": str(checkpoint.distilled.where)} if checkpoint.distilled else {}
+    return distilled | {
         "kind": "checkpoint",
         "layout": checkpoint.layout,
         "family": f"LTX-{checkpoint.config.release.name}",
@@ -270,6 +271,8 @@ def format_inspection(found: dict[str, Any]) -> str:
         dtypes = ", ".join(f"{count} {d}{each[d]}" for d, count in part["dtypes"].items())
         count = f"{name or 'tensors':<12}{part['tensors']:>6} tensors"
         lines.append(f"  {count} {part['bytes'] / 1e9:>9.3f} GB  {dtypes}")
+    if "distilled" in found:
+        lines.append(f"  distilled transformer: {found['distilled']}")
     shown = {row["path"] for row in rows}
     lines += [f"  LoRA: {path}" for path in found.get("loras", []) if path not in shown]
     lines += [f"  missing: {part}" for part in found["missing"]]

@@ -239,3 +239,20 @@ def test_an_empty_checkpoint_has_headers_and_a_tokenizer(tmp_path):
     checkpoint = open_checkpoint(tmp_path)
     assert checkpoint.config == preset("tiny-2.5").config
     assert tokenize(checkpoint.require_tokenizer(), ["a robot"], 8)[1].sum() > 1
+
+
+def test_full_size_sums_are_the_published_ones():
+    """Of LTX-2.5's four main files, and of the transformer in LTX-2.0's index (all in bfloat16)."""
+    plan = plan_checkpoint(preset("ltx-2.5"), "ltx-2.5", "official")
+    main = ("transformer", "text-encoder", "video-vae", "audio-vae")
+    infos = [t.info for name in main for t in plan.tensors[f"ltx-2.5-{name}.safetensors"].values()]
+    count = Counter[str]()
+    for info in infos:
+        count[str(info.dtype)] += prod(info.shape)
+    assert round(count["bfloat16"] / 1e9, 2) == 35.03
+    assert count["float32"] == pytest.approx(4.73e6, rel=0.004)  # 15,216 numbers more
+    tokenizer = 32.19e6 - count["uint8"]  # here a small one
+    assert round((sum(info.nbytes for info in infos) + tokenizer) / 1e9, 2) == 70.12
+    older = plan_checkpoint(preset("ltx-2.0"), "ltx-2.0", "diffusers")
+    transformer = older.tensors["transformer/diffusion_pytorch_model.safetensors"].values()
+    assert 2 * sum(prod(tensor.info.shape) for tensor in transformer) == 37_752_349_184
