@@ -60,7 +60,7 @@ def fetch_flags(to: Any) -> None:
     about = "repository of the hub"
     to.add_argument("repository", type=Path, metavar="ORG/NAME[/FILE]", help=about)
     names = ", ".join(pipelines())
-    about = f"pipeline to fetch the files of: {names} (default: those of distilled weights)"
+    about = f"pipeline to fetch the files of: {names} (default: what distilled weights need)"
     to.add_argument("--pipeline", metavar="NAME", help=about)
     add_flags(to, ModelOptions, only=("video_decoder",))
     to.add_argument("--revision", metavar="R", help="branch, tag or commit (default: main)")

@@ -59,7 +59,7 @@ class HQ(Request):
 
     def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
         """Stage 1's schedule shifts by its own tokens; the distilled LoRA is merged last.
-        A distilled transformer in place of the LoRA is of stage 2 alone."""
+        A distilled transformer in place of the LoRA is only of stage 2."""
         assert loras.distilled, "the request is not resolved"
         tokens = self.geometry(model, self.factor(model)).num_video_tokens
         weak: tuple[LoraSpec, ...] = ()

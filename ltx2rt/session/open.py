@@ -85,8 +85,8 @@ def _chosen(
 
 
 def opened_checkpoint(options: ModelOptions, device: DeviceInfo | None = None) -> Checkpoint:
-    """The checkpoint that the options name. device: that of the run, by default the one here; of
-    several forms of the weights its memory chooses one. Raises InputError."""
+    """The checkpoint that the options name. device: its memory chooses among several forms of the
+    weights; by default the one here. Raises InputError."""
     chooser = Chooser(partial(room_of, options, device), options.assume)
     how = {"config_from": options.config_from, "chooser": chooser}
     return open_checkpoint(options.model, **how, **options.parts)

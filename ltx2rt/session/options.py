@@ -52,7 +52,7 @@ class PlannedLora(LoraSpec):
 
 @dataclass(frozen=True)
 class DistilledWeights(LoraSpec):
-    """In a set of LoRAs: these are merged into the checkpoint's distilled transformer, not into the
+    """Mark a set of LoRAs that is merged into the checkpoint's distilled transformer, not into the
     dev one. path: its file."""
 
 

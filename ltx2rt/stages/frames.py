@@ -163,7 +163,7 @@ class DiffusionFrames(Frames):
             stage = replace(self, tiling=tiles)
             if session.costs([stage])[0].peak_bytes <= room:
                 where = session.checkpoint.source("diffusion_decoder").where
-                other = f"decode: the weights of {where} are not those of the released file"
+                other = f"decode: the weights in {where} differ from the released file's"
                 return replace(stage, remark=other if where.is_dir() else "")
         if self.other is None:
             return stage

@@ -66,7 +66,7 @@ class Checkpoint:
     loras_found: tuple[Path, ...] = ()
     unreadable: tuple[str, ...] = ()  # one line per file nearby that could not be opened
     tokenizers_found: tuple[Path, ...] = ()
-    distilled: RenamedSource | None = None  # another transformer, where that of `sources` is dev
+    distilled: RenamedSource | None = None  # another transformer; `sources` has the dev one
 
     @property
     def files(self) -> list[Path]:
@@ -209,8 +209,7 @@ def _distilled(found: TensorFile | TensorFolder | Path, config: ModelConfig) -> 
     if place.read(part, {}) != config.transformer:
         where = place.source.where
         raise InputError(
-            f"{where}: its config is not that of the dev transformer beside it; choose one of them "
-            "with --model FILE"
+            f"{where}: its config differs from the dev transformer's; choose one with --model FILE"
         )
     refuse_encoded(place.source)
     return place.source

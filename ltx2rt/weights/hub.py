@@ -66,7 +66,7 @@ FAULTS = {  # by class of the transport's error, what is wrong with the reposito
     f"one, {LOGIN})",
     "EntryNotFoundError": "has no file {repo.file} at {repo.revision} on the hub; check the name",
 }
-FOUR_BITS = 0.45  # of the bytes of a file in bfloat16, more than one of four bits has
+FOUR_BITS = 0.45  # share of a bfloat16 file's bytes; forms of four bits have less
 TEXTS = (".safetensors", ".json", ".model", ".jinja")  # files of a Gemma folder
 
 
