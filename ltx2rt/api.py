@@ -28,9 +28,11 @@ import numpy as np
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError, singular
 from ltx2rt.flags import keywords
-from ltx2rt.media.images import on_disk
+from ltx2rt.media.images import as_array, levels, on_disk
+from ltx2rt.media.mp4 import EXACT, write_mp4
 from ltx2rt.media.output import write_clip
 from ltx2rt.media.provenance import Origin
+from ltx2rt.media.sound import write_float_wav
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.groups.size import with_sides
@@ -125,7 +127,8 @@ class Session:
         **clip: Any,
     ) -> Clip:
         """One clip. clip: the clip flags of `generate` but output, report and latents_out; Pillow
-        images, arrays u8[H, W, 3] and open files stand for files. pipeline: None for the one that
+        images, arrays u8[H, W, 3] and open files stand for files, frames u8[F, H, W, 3] (at `fps`) and a Clip
+        for a video, (samples f32[2, N], rate) and a Clip for a sound. pipeline: None for the one that
         they ask for. preset, config, like: as of the command line; a model's flags are those of the
         session.
 
@@ -227,9 +230,61 @@ class Session:
 
 
 def _on_disk(clip: dict[str, Any], during: ExitStack) -> dict[str, Any]:
-    """The keywords with files in place of pictures and open files."""
+    """The keywords with files in place of pictures, frames, sounds, clips and open files."""
     folder = Path(during.enter_context(TemporaryDirectory()))
-    return {name: on_disk(value, folder) for name, value in clip.items()}
+    given = dict(clip)
+    for name in [name for name in clip if name != "fps"]:
+        value, path = clip[name], folder / f"{name}.{'wav' if name.startswith('audio') else 'mov'}"
+        if name.startswith("audio") and (sound := _sound_of(name, value)):
+            write_float_wav(path, *sound)
+        elif isinstance(value, Clip) or getattr(value, "ndim", 0) == 4:
+            fps = getattr(value, "fps", given.get("fps")) or Fraction(24)
+            if name == "video_path":
+                given.pop("fps", None)  # the file has it
+            _write_exact(path, name, value, Fraction(fps))
+        else:
+            given[name] = on_disk(value, folder, name)
+            continue
+        os.utime(path, (0, 0))  # a run that goes on knows a file by name and time
+        given[name] = path
+    return given
+
+
+def _sound_of(name: str, value: Any) -> tuple[np.ndarray, int] | None:
+    """Samples f32[1 or 2, N] and their rate, of a clip or of (samples, rate). Raises InputError."""
+    if isinstance(value, Clip):
+        if value.waveform is None:
+            raise InputError(f"{name}: the clip has no sound; pass one with sound")
+        return value.waveform, value.sample_rate
+    pair = isinstance(value, tuple) and len(value) == 2 and hasattr(value[0], "ndim")
+    if not pair and not getattr(value, "ndim", 0):
+        return None
+    if not pair:
+        raise InputError(f"{name}: an array without a rate; pass (samples, rate in Hz)")
+    samples = as_array(value[0])
+    samples = samples[None] if samples.ndim == 1 else samples
+    if samples.ndim == 2 and samples.shape[0] > 2 >= samples.shape[1]:
+        samples = samples.T
+    if samples.ndim != 2 or samples.shape[0] not in (1, 2) or not samples.size:
+        raise InputError(f"{name}: samples of shape {list(samples.shape)}, expected [2, N]")
+    if samples.dtype.kind in "iu":
+        samples = samples / np.float32(np.iinfo(samples.dtype).max + 1)
+    return np.asarray(samples, np.float32), int(value[1])
+
+
+def _write_exact(path: Path, name: str, value: Any, fps: Fraction) -> None:
+    """Frames [F, H, W, 3], or a clip with its sound, as a file that gives them back bit for bit."""
+    frames = value.frames if isinstance(value, Clip) else as_array(value)
+    if not len(frames) or min(frames.shape[1:3]) < 2:
+        raise InputError(f"{name}: frames of shape {list(frames.shape)}, expected [F, H, W, 3]")
+    chunks = (
+        levels(frame, name)[None, : frame.shape[0] // 2 * 2, : frame.shape[1] // 2 * 2]
+        for frame in frames
+    )
+    sound: dict[str, Any] = {}
+    if isinstance(value, Clip) and value.waveform is not None:
+        sound = {"waveform": value.waveform, "sample_rate": value.sample_rate}
+    write_mp4(path, chunks, num_frames=len(frames), fps=fps, container=EXACT, **sound)
 
 
 def open(model: str | Path, *, backend: str = "auto", **options: Any) -> Session:

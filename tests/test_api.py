@@ -5,14 +5,20 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from fractions import Fraction
 
 import av
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 import ltx2rt
+from ltx2rt import api
+from ltx2rt.media.footage import Footage
+from ltx2rt.media.sound import read_sound
+from tests.conftest import refused
 
 SMALL = {"width": 128, "height": 64, "num_frames": 17, "fps": "48", "steps": 3, "image_crf": 0}
 
@@ -178,3 +184,28 @@ def test_a_plan_is_that_of_the_command_line(session, model, command):
     found = session.plan("h100-80gb", devices=2)
     assert [s["name"] for s in found["stages"]] == [s["name"] for s in json.loads(out)["stages"]]
     assert found["fits"] is True
+
+
+def test_frames_and_sounds_in_memory_stand_for_files(tmp_path):
+    """Bit for bit; a tensor's kind and gradients do not matter, and errors name the keyword."""
+    frames = np.random.default_rng(0).integers(0, 256, (9, 32, 48, 3), np.uint8)
+    tone = np.sin(np.arange(4000) / 9).astype(np.float32)
+    with ExitStack() as during:
+        given = api._on_disk({"video_path": frames, "fps": 12, "audio_path": (tone, 8000)}, during)
+        clip = Footage.read(given["video_path"], "--video-path")
+        assert "fps" not in given and clip.info.fps == 12
+        np.testing.assert_array_equal(list(clip.frames()), frames)
+        wave, rate = read_sound(given["audio_path"])
+        assert rate == 8000
+        np.testing.assert_array_equal(wave, tone[None])
+        pixels = torch.rand(8, 8, 3).bfloat16().requires_grad_()
+        (image,) = api._on_disk({"image": [pixels]}, during)["image"]
+        expected = np.rint(pixels.detach().float().numpy() * np.float32(255))
+        np.testing.assert_array_equal(np.asarray(Image.open(image)), expected)
+        for wrong in (
+            {"audio_path": tone},
+            {"video_path": frames[:0]},
+            {"mask": np.full((4, 4), 9.0)},
+        ):
+            with refused(f"{next(iter(wrong))}: "):
+                api._on_disk(wrong, during)

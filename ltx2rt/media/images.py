@@ -165,14 +165,14 @@ def _srgb(image: Any) -> np.ndarray:
     return _pixels(_as(image, "RGB"))
 
 
-def on_disk(value: Any, folder: Path) -> Any:
+def on_disk(value: Any, folder: Path, name: str = "image") -> Any:
     """A path to a copy in the folder for a Pillow image, an array of pixels or an open file, also
-    in lists and tuples. Anything else as it is. Raises InputError."""
+    in lists and tuples. Anything else as it is. name: of the keyword. Raises InputError."""
     from PIL import Image, ImageOps
 
     if type(value) in (list, tuple):
-        return type(value)(on_disk(item, folder) for item in value)
-    name, is_image = "image.png", isinstance(value, Image.Image)
+        return type(value)(on_disk(item, folder, name) for item in value)
+    keyword, name, is_image = name, "image.png", isinstance(value, Image.Image)
     if isinstance(value, bytes):
         name, data = "file", value
     elif hasattr(value, "read"):
@@ -181,7 +181,7 @@ def on_disk(value: Any, folder: Path) -> Any:
             value.seek(0)  # it has just been written
             data = value.read()
     elif is_image or getattr(value, "ndim", 0) > 1:
-        pixels = _srgb(ImageOps.exif_transpose(value)) if is_image else _levels(value)
+        pixels = _srgb(ImageOps.exif_transpose(value)) if is_image else levels(value, keyword)
         Image.fromarray(pixels).save(file := io.BytesIO(), "PNG", compress_level=1)
         data = file.getvalue()
     else:
@@ -193,19 +193,27 @@ def on_disk(value: Any, folder: Path) -> Any:
     return path
 
 
-def _levels(array: Any) -> np.ndarray:
+def as_array(value: Any) -> np.ndarray:
+    """A tensor of any kind, on any device, with gradients or not, as an array."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = value.float() if value.is_floating_point() else value
+    return np.asarray(value)
+
+
+def levels(array: Any, name: str = "image") -> np.ndarray:
     """u8[H, W, 3] of [H, W], [H, W, channels] or [channels, H, W]: bytes, 16-bit values, booleans,
-    or floats from 0 to 1. Raises InputError."""
-    pixels = np.asarray(array)
+    or floats from 0 to 1. name: of the keyword. Raises InputError."""
+    pixels = as_array(array)
     pixels = pixels[..., None] if pixels.ndim == 2 else pixels
     if pixels.ndim == 3 and pixels.shape[0] <= 4 < pixels.shape[-1]:
         pixels = np.moveaxis(pixels, 0, -1)
     most = 1 if pixels.dtype.kind in "fb" else 65535 if pixels.dtype == np.uint16 else 255
     if pixels.ndim != 3 or not 0 < pixels.shape[-1] <= 4 or not pixels.size:
-        raise InputError(f"image: an array of shape {list(pixels.shape)}, expected [H, W, 3]")
+        raise InputError(f"{name}: an array of shape {list(pixels.shape)}, expected [H, W, 3]")
     if not (pixels.min() >= 0 and pixels.max() <= most):
         found = f"{pixels.min():g} to {pixels.max():g}"
-        raise InputError(f"image: {pixels.dtype} values from {found}, expected 0 to {most}")
+        raise InputError(f"{name}: {pixels.dtype} values from {found}, expected 0 to {most}")
     pixels = np.rint(pixels * (255 / most)).astype(np.uint8)
     return pixels[..., :3] if pixels.shape[-1] > 2 else np.repeat(pixels[..., :1], 3, -1)
 

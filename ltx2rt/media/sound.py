@@ -84,6 +84,7 @@ def sound_blocks(
     """
     from av.error import FFmpegError
 
+    path = path / "sound.wav" if path.is_dir() else path  # of a folder of frames
     try:
         with opened(path) as container:
             if not container.streams.audio:
@@ -363,6 +364,15 @@ def write_wav(
         partial.write_bytes(data)
         if origin:
             origin.mark(partial, path.suffix.lower())
+
+
+def write_float_wav(path: Path, waveform: np.ndarray, sample_rate: int) -> None:
+    """f32[1 or 2, N] bit for bit."""
+    channels = len(waveform)
+    how = 3, channels, sample_rate, 4 * channels * sample_rate, 4 * channels, 32  # IEEE floats
+    body = _chunk(b"fmt ", struct.pack("<HHIIHH", *how))
+    body += _chunk(b"data", np.ascontiguousarray(waveform.T, "<f4").tobytes())
+    path.write_bytes(_chunk(b"RIFF", b"WAVE" + body))
 
 
 def wav_bytes(

@@ -8,6 +8,7 @@ in the decoder's order, as the reference reads them; sizes are changed by
 from __future__ import annotations
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,15 +23,19 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped, wide_to_709
-from ltx2rt.media.images import Resize
+from ltx2rt.media.images import Resize, read_rgb
 from ltx2rt.media.mp4 import BT709, BT2020
 from ltx2rt.media.streams import chosen_video, moving, opened, tagged_s
 
+PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # frames of a folder
+SOUND_BESIDE = "sound.wav"  # in a folder of frames, as `--output` writes it
+NUMBERS = re.compile(r"(\d+)")
 HD, UNSPECIFIED = (1280, 720), 2  # pixels; FFmpeg's AVCOL_SPC_UNSPECIFIED
 HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 COMMON_RATES = (
     *(Fraction(n * 1000, 1001) for n in (24, 30, 60)), *map(Fraction, (24, 25, 30, 50, 60)),
 )  # fmt: skip
+ALPHA = "its alpha channel is dropped, what it hides becomes visible"
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
 LONGEST_S = 7 * 24 * 3600  # the most of a variable rate; beyond it, timestamps are damaged
 ROUNDED_S = Fraction(1, 1000)  # of containers that count milliseconds
@@ -75,36 +80,101 @@ def video_info(
     fails later. Those of a file with a variable rate are the facts after resampling. flag: that
     names the file, for messages. track: as of `Tracks.video`. Raises InputError if it is no video,
     is truncated or damaged, changes its size, or has no frame rate."""
-    files = light_frames(path) or ([path] if path.is_file() else [])
+    files = folder_frames(path) or ([path] if path.is_file() else [])
     states = [file.stat() for file in files]
     return _info(
         path, flag, most, track, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in states)
     )
 
 
-def light_frames(path: Path) -> list[Path]:
-    """The EXR images of a folder, in the order of their names; empty for a file."""
-    found = path.iterdir() if path.is_dir() else ()
-    return sorted(file for file in found if is_exr(file) and file.name[0] != ".")
+def folder_frames(path: Path) -> list[Path]:
+    """The pictures of a folder, of EXR alone if there are any, in the order of the numbers in their
+    names; empty for a file."""
+    found = [file for file in path.iterdir() if file.name[0] != "."] if path.is_dir() else []
+    kept = [f for f in found if is_exr(f)] or [f for f in found if f.suffix.lower() in PICTURES]
+    return sorted(
+        kept, key=lambda f: [int(x) if x.isdecimal() else x for x in NUMBERS.split(f.name)]
+    )
 
 
-def _light_info(path: Path, flag: str, most: int | None) -> VideoInfo:
-    """Facts of a folder of EXR images, which says no rate: 24 fps."""
-    sizes = [read_exr(file, flag).shape[:2] for file in light_frames(path)[:most]]
+def is_light(path: Path) -> bool:
+    """Whether it is a folder of EXR images, which hold light."""
+    return path.is_dir() and any(map(is_exr, folder_frames(path)[:1]))
+
+
+def _pictures_info(path: Path, flag: str, most: int | None) -> VideoInfo:
+    """Facts of a folder of pictures, which says no rate: 24 fps; its sound is a file of them."""
+    files = folder_frames(path)[:most]
+    if is_light(path):
+        sizes = [read_exr(file, flag).shape[1::-1] for file in files]
+    else:
+        sizes = [read_rgb(file, flag).shape[1::-1] for file in files]
     if len(set(sizes)) != 1:
-        wrong = "images of several sizes; make them equal" if sizes else "no *.exr; name a file"
+        none = "no pictures (*.png, *.jpg, *.exr); name a file"
+        wrong = "images of several sizes; make them equal" if sizes else none
         raise InputError(f"{flag}: {path} is a folder with {wrong}")
-    (height, width), fps = sizes[0], Fraction(24)
+    (width, height), fps = sizes[0], Fraction(24)
     times_s = tuple(i / fps for i in range(len(sizes)))
     odd = (ODD.format(width, height),) if width % 2 or height % 2 else ()
-    return VideoInfo(width // 2 * 2, height // 2 * 2, len(sizes), fps, 0, False, times_s, odd)
+    heard = (path / SOUND_BESIDE).is_file()
+    return VideoInfo(width // 2 * 2, height // 2 * 2, len(sizes), fps, 0, heard, times_s, odd)
+
+
+def _animated(path: Path, flag: str) -> Iterator[tuple[Fraction, np.ndarray]]:
+    """Times and pictures of an animated WebP, which FFmpeg does not read; its end comes last,
+    without a picture."""
+    from PIL import Image, ImageSequence
+
+    time, none = Fraction(0), np.zeros((0, 0, 3), np.uint8)
+    try:
+        with Image.open(path, formats=["WEBP"]) as image:
+            for frame in ImageSequence.Iterator(image):
+                pixels = np.asarray(frame.convert("RGB"))
+                yield time, pixels[: image.height // 2 * 2, : image.width // 2 * 2]
+                time += Fraction(max(int(frame.info.get("duration", 0)), 1), 1000)
+    except Exception as error:  # Pillow's readers raise whatever a damaged file makes them do
+        wrong = f"is no readable WebP ({error})"
+        raise InputError(f"{flag}: {path} {wrong}; save it again as MP4") from error
+    yield time, none
+
+
+def _animated_info(path: Path, flag: str, most: int | None) -> VideoInfo:
+    from PIL import Image
+
+    *times, end = [time for time, _ in _animated(path, flag)]
+    with Image.open(path, formats=["WEBP"]) as image:
+        size = image.size
+        alpha = image.mode == "RGBA" and image.getchannel("A").getextrema()[0] != 255
+    odd = (ODD.format(*size),) if size[0] % 2 or size[1] % 2 else ()
+    mean = Fraction(len(times)) / end
+    timed = _timed(times, mean, (mean,), end - times[-1])
+    said = (timed.said,) if timed.said else ()
+    hidden = (ALPHA,) if alpha else ()
+    width, height = (side // 2 * 2 for side in size)
+    shown = timed.times_s[:most]
+    how = {"varies": timed.varies, "resampled": timed.resampled, "ignored": (*hidden, *odd, *said)}
+    return VideoInfo(width, height, len(shown), timed.fps, 0, False, shown, **how)
+
+
+def is_animated_webp(path: Path) -> bool:
+    """Tell by the header: a file of several pictures."""
+    with path.open("rb") as file:
+        start = file.read(21)
+    return (
+        start[:4] == b"RIFF"
+        and start[8:16] == b"WEBPVP8X"
+        and start[20:] >= b"\2"
+        and bool(start[20] & 2)
+    )
 
 
 @lru_cache(maxsize=32)
 def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any) -> VideoInfo:
     """As `video_info`, once for each state of the file."""
     if path.is_dir():
-        return _light_info(path, flag, most)
+        return _pictures_info(path, flag, most)
+    if path.is_file() and is_animated_webp(path):
+        return _animated_info(path, flag, most)
     with _reading(path, flag, track) as (container, stream, said):
         times, packets, first, length, begins = [], 0, None, None, list[Fraction]()
         for packet in container.demux(stream):
@@ -134,7 +204,8 @@ def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any
         sounds = [s.codec_context is not None for s in container.streams.audio]
         if sounds and not any(sounds):
             ignored.append("its sound is of no known codec, and is left out")
-        timed = _timed(times, fps, stream, length or Fraction(0))
+        header = stream.average_rate, stream.guessed_rate
+        timed = _timed(times, fps, header, length or Fraction(0))
         ignored += [timed.said] if timed.said else []
         if begins and (late_s := float(timed.times_s[0] - min(begins))) > 1.5 / float(fps):
             ignored.append(f"its first {late_s:.3g} s cannot be decoded, and are left out")
@@ -170,9 +241,13 @@ class _Timed:
 
 
 def _timed(
-    given: Sequence[Fraction | None], fps: Fraction, stream: Any, length_s: Fraction
+    given: Sequence[Fraction | None],
+    fps: Fraction,
+    header: Sequence[Fraction | None],
+    length_s: Fraction,
 ) -> _Timed:
-    """Frames of a file by their times. fps: by the header; length_s: of the last one, 0: unknown.
+    """Frames of a file by their times. fps: by the header; header: rates that it says; length_s: of
+    the last one, 0: unknown.
 
     Times that go back are counted off from the one before. The rate is that of most intervals, and
     gaps between frames, or a last one that lasts longer, repeat a frame; without such a rate that
@@ -185,7 +260,7 @@ def _timed(
         said = f"its timestamps are damaged; its frames are read at {float(fps):.4g} fps"
         counted = tuple(i / fps for i in range(len(given)))
         return _Timed(fps, counted, said=said if len(times) == len(given) else "")
-    found = _rate(times, stream)
+    found = _rate(times, header)
     for i in range(1, len(times)):
         if times[i] <= times[i - 1]:
             times[i] = times[i - 1] + 1 / (found or fps)
@@ -206,13 +281,12 @@ def _timed(
     return _Timed(one, shown, True, Fraction(0) if rate else mean, said)
 
 
-def _rate(times: Sequence[Fraction], stream: Any) -> Fraction | None:
+def _rate(times: Sequence[Fraction], header: Sequence[Fraction | None]) -> Fraction | None:
     """The rate of more than half of the intervals, within a rounding of 1 ms, where the others are
     one missing frame each, or a tenth of them at most. None: there is no such rate."""
     steps = sorted(b - a for a, b in pairwise(times) if b > a)
     if not steps:
         return None
-    header = (stream.average_rate, stream.guessed_rate)
     rates = {
         Fraction(rate) for rate in (*header, 1 / steps[len(steps) // 2], *COMMON_RATES) if rate
     }
@@ -239,8 +313,9 @@ def is_constant(times: Sequence[Fraction], fps: Fraction) -> bool:
 
 
 def _ignored(stream: Any, frame: Any) -> Iterator[str]:
-    if any(component.is_alpha for component in frame.format.components):
-        yield "its alpha channel is dropped, what it hides becomes visible"
+    beside = stream.metadata.get("alpha_mode") == "1"  # of VP8 and VP9, which decoders leave out
+    if beside or any(component.is_alpha for component in frame.format.components):
+        yield ALPHA
     if kind := HIGH_RANGES.get(stream.codec_context.color_trc):
         yield f"its colours of high dynamic range ({kind}) are tone-mapped to ordinary ones"
     elif stream.codec_context.color_primaries == BT2020:
@@ -304,9 +379,12 @@ def _decoded(
     path: Path, flag: str, wide: bool, track: int | None = None
 ) -> Iterator[tuple[Fraction | None, np.ndarray]]:
     """Times and upright pixels of all frames."""
+    if path.is_file() and is_animated_webp(path):
+        yield from ((time, pixels) for time, pixels in _animated(path, flag) if pixels.size)
+        return
     if path.is_dir():
-        for file in light_frames(path):
-            pixels = read_exr(file, flag)
+        for file in folder_frames(path):
+            pixels = read_exr(file, flag) if is_exr(file) else read_rgb(file, flag)
             yield None, pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2]
         return
     with _reading(path, flag, track) as (container, stream, _):

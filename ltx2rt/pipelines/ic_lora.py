@@ -22,6 +22,7 @@ from ltx2rt.flags import flag_like, flags_of
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.media.images import Resize
+from ltx2rt.media.video import is_light
 from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.mask import NONE, Mask
@@ -99,10 +100,8 @@ class ICLora(Request):
             )
         for seen in self.video_conditioning:
             check_reference(FLAG, seen)
-            if seen.path.is_dir() and not self.hdr:
-                raise InputError(
-                    f"{FLAG}: {seen.path} is a folder, expected a file; to EXR images add --hdr"
-                )
+            if is_light(seen.path) and not self.hdr:
+                raise InputError(f"{FLAG}: {seen.path} is a folder of EXR images; add --hdr")
         if self.paints and self.hdr:
             raise InputError(
                 f"--hdr: the reference's own pixels have 8 bits; leave out {self.paints} or it"
@@ -194,7 +193,7 @@ class ICLora(Request):
         resize = Resize(self.width, self.height, self.fit) if self.fit else None
         given = []
         for number, spec in enumerate(self.video_conditioning):
-            how["space"] = self.hdr if spec.path.is_dir() else None
+            how["space"] = self.hdr if is_light(spec.path) else None
             seen = replace(Footage.read(spec.path, FLAG, self.num_frames), resize=resize)
             size = spec.strength, half, model, factors, "off", number
             given.append(reference(seen, *size, **how))

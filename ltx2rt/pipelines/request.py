@@ -154,7 +154,7 @@ class Request:
         """Refuse named files that are not there. Raises InputError."""
         for f, path in named_files(self):
             kind = f.metadata["flag"].file
-            folder = kind == "folder" or (kind == "video" and self.high_range and path.is_dir())
+            folder = kind == "folder" or (kind == "video" and path.is_dir())
             (existing if folder else existing_file)(spelling(f), path)
 
     def check_options(self, options: ModelOptions) -> None:

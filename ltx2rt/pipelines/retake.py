@@ -15,7 +15,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of, parse_seconds
-from ltx2rt.media.video import VideoInfo
+from ltx2rt.media.video import VideoInfo, is_light
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.images import Hdr
@@ -88,9 +88,8 @@ class Retake(Request):
 
     def check(self) -> None:
         super().check()
-        folder = self.video_path.is_dir()
-        if folder != bool(self.hdr):
-            wrong = "is a folder, expected a file; to EXR images add --hdr"
+        if is_light(self.video_path) != bool(self.hdr):
+            wrong = "is a folder of EXR images; add --hdr"
             if self.hdr:
                 wrong = "is no folder of EXR images; convert it, or leave --hdr out"
             raise InputError(f"{FLAG}: {self.video_path} {wrong}")

@@ -29,10 +29,16 @@ MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**3
 TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
-IMAGES = ("PNG", "JPEG", "WEBP", "HEIC")
+IMAGES = ("PNG", "JPEG", "WEBP", "HEIC", "TIFF", "BMP", "GIF", "AVIF")
 # as FFmpeg calls its readers
-MEDIA = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg")
-STARTS = (b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF")
+MEDIA = (
+    "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg", "avi", "aiff", "caf", "mpeg",
+    "mpegts", "aac", "amr", "asf", "flv", "gif", "apng", "w64", "wv", "tta", "au", "ac3", "mpegvideo",
+)  # fmt: skip
+STARTS = (
+    b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"GIF8", b"\0\0\0 ftypavif",
+    b"\0\0\0\x1cftypavif",
+)  # fmt: skip
 AT_ONCE = 4  # are decoded; more wait
 # what is kept as one kind cannot be named as another
 SUFFIX = {IMAGE: "", EXR: ".exr", SOUND: ".media", VIDEO: ".media", MASK: ".mask"}
@@ -122,6 +128,11 @@ def check_size(width: int, height: int, most: int) -> None:
         raise ValueError(f"{size}, expected at most {most} in all; make it smaller")
 
 
+def check_length(seconds: float, frames: int) -> None:
+    if seconds > MAX_S or frames > MAX_FRAMES:
+        raise ValueError(f"longer than {MAX_S} s or {MAX_FRAMES} frames; cut it")
+
+
 def _size_px(path: Path) -> tuple[int, int]:
     """Width and height; the image is let go of, for one of WebP has room for its pixels already."""
     from PIL import Image
@@ -137,13 +148,19 @@ def _size_px(path: Path) -> tuple[int, int]:
         size = f"over {2 * MAX_PX} pixels"
         raise ValueError(f"{size}, expected at most {MAX_PX} in all; make it smaller") from None
     except Exception:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        said = "it is no readable PNG, JPEG, WEBP or HEIC file; save it again as one"
+        said = f"it is no readable {', '.join(IMAGES)} file; save it again as PNG"
         raise ValueError(said) from None
 
 
 def read_media(kind: str, path: Path) -> None:
     from ltx2rt.media.streams import opened
+    from ltx2rt.media.video import is_animated_webp, video_info
 
+    if kind != SOUND and is_animated_webp(path):
+        info = video_info(path, kind)
+        check_size(info.width, info.height, MAX_FRAME_PX)
+        check_length(float(info.num_frames / info.fps), info.num_frames)
+        return
     with opened(path) as container:
         streams = [*container.streams.audio, *container.streams.video]
         if container.format.name not in MEDIA or len(container.streams) > MAX_STREAMS:
@@ -159,8 +176,7 @@ def read_media(kind: str, path: Path) -> None:
         for packet in container.demux(*streams):
             for frame in packet.decode():
                 frames[packet.stream.index] += packet.stream.type == "video"
-                if (frame.time or 0) > MAX_S or frames[packet.stream.index] > MAX_FRAMES:
-                    raise ValueError(f"longer than {MAX_S} s or {MAX_FRAMES} frames; cut it")
+                check_length(frame.time or 0, frames[packet.stream.index])
 
 
 if __name__ == "__main__":

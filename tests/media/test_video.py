@@ -11,6 +11,7 @@ import av
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from ltx2rt.errors import singular
 from ltx2rt.media.footage import Footage
@@ -273,7 +274,7 @@ def test_what_is_no_video_is_refused(tmp_path):
     lines = "#EXTM3U", "#EXTINF:1,", f"{tmp_path}/whole.mp4", "#EXT-X-ENDLIST\n"  # fetches nothing
     (tmp_path / "list.m3u8").write_text("\n".join(lines))
     for name in ("fifo", "text.mp4", "cut.mp4", "gone.mp4", "sound.wav", "list.m3u8", "."):
-        with refused(r"--video-path: .*(no readable video|has no video|with no [*].exr)") as error:
+        with refused(r"--video-path: .*(no readable video|has no video|with no pictures)") as error:
             video_info(tmp_path / name, FLAG)
         assert "\n" not in str(error.value) and str(tmp_path / name) in str(error.value)
 
@@ -350,3 +351,48 @@ def test_high_dynamic_range_is_tone_mapped(tmp_path, transfer):
     assert 240 < found[16, 40].min() <= found[16, 40].max() < 255
     (said,) = video_info(tmp_path / "a.mp4", FLAG).ignored
     assert f"high dynamic range ({transfer.upper()}) are tone-mapped to ordinary ones" in said
+
+
+def test_a_folder_of_pictures_is_a_clip_with_its_sound(tmp_path):
+    """Numbered without zeros, too; what is hidden and what is no picture is no frame."""
+    for i in range(11):
+        Image.fromarray(np.full((32, 47, 3), 20 * i, np.uint8)).save(tmp_path / f"shot{i}.png")
+    (tmp_path / ".hidden.png").write_text("x")
+    (tmp_path / "notes.txt").write_text("x")
+    write_wav(tmp_path / "sound.wav", np.full((2, 4000), 0.5, np.float32), 8000)
+    clip = Footage.read(tmp_path, FLAG)
+    assert (clip.size, clip.info.fps, clip.info.has_sound) == ((46, 32), 24, True)
+    assert [int(x[0, 0, 0]) for x in clip.frames()] == [20 * i for i in range(11)]
+    heard = clip.sound(8000)
+    assert heard.shape == (2, round(11 / 24 * 8000)) and abs(heard.mean() - 0.5) < 1e-3
+    Image.new("RGB", (8, 8)).save(tmp_path / "shot11.png")
+    with refused("images of several sizes"):
+        Footage.read(tmp_path, FLAG)
+    (tmp_path / "shot11.png").write_bytes(b"none")
+    with refused("shot11.png is no readable image"):
+        Footage.read(tmp_path, FLAG)
+
+
+def test_an_animated_webp_is_a_clip(tmp_path):
+    frames = [Image.fromarray(np.full((32, 48, 3), 20 * i, np.uint8)) for i in range(10)]
+    frames[0].save(
+        tmp_path / "a.webp", save_all=True, append_images=frames[1:], duration=100, lossless=True
+    )
+    clip = Footage.read(tmp_path / "a.webp", FLAG)
+    assert (clip.size, clip.info.fps, clip.info.num_frames) == ((48, 32), 10, 10)
+    assert [int(x[0, 0, 0]) for x in clip.frames()] == [20 * i for i in range(10)]
+    assert not list(clip.said())
+    data = (tmp_path / "a.webp").read_bytes()
+    for size in (20, 30, 100, len(data) // 2):
+        (tmp_path / "cut.webp").write_bytes(data[:size])
+        with refused("--video-path: .*(no readable|no video)"):
+            Footage.read(tmp_path / "cut.webp", FLAG)
+
+
+def test_alpha_beside_the_pictures_of_vp9_is_said(tmp_path):
+    with av.open(str(tmp_path / "a.webm"), "w") as container:
+        stream = container.add_stream("libvpx-vp9", rate=24, options={"auto-alt-ref": "0"})
+        stream.width, stream.height, stream.pix_fmt = 64, 64, "yuva420p"
+        frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 4), np.uint8), format="rgba")
+        container.mux([*stream.encode(frame.reformat(format="yuva420p")), *stream.encode()])
+    assert "alpha channel is dropped" in " ".join(Footage.read(tmp_path / "a.webm", FLAG).said())

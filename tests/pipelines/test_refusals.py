@@ -67,7 +67,7 @@ REFUSED = {
     "retake": {
         "--start-time 0.1 --end-time 0.3": "--video-path: none, but the retake pipeline starts",
         PART + "--video-path gone.mp4": "--video-path: gone.mp4 does not exist",
-        PART + "--video-path none": "is a folder, expected a file; to EXR images add --hdr",
+        PART + "--video-path none": "is a folder with no pictures",
         PART + "--video-path fifo.mp4": "is no regular file, expected a file",
         PART + "--video-path text.mp4": "text.mp4 is no readable video",
         PART + "--video-path cut.mp4": "cut.mp4 is",
@@ -92,7 +92,7 @@ REFUSED = {
         PART + "--output clip.mp4": "--output",
         LIGHT + "clip.mp4": "is no folder of EXR images; convert it, or",
         LIGHT + "light --end-time 1": "light ends at 0.3750 s; end there",
-        LIGHT + "none": "is a folder with no *.exr",
+        LIGHT + "none": "is no folder of EXR images",
         LIGHT + "sizes": "sizes is a folder with images of several sizes",
     },
     "v2v": {
@@ -157,13 +157,13 @@ REFUSED = {
         CLIP + "--lora half.safetensors:1:stage1": "is for stage1, dubit merges it in both",
     },
     "hdr-ic-lora": {
-        "--lora half.safetensors --video-path light": "is a folder, expected a clip of 8 bits",
+        "--lora half.safetensors --video-path light": "holds EXR images, expected a clip of 8 bits",
     },
     "ic-lora": {
         "--lora half.safetensors": "the ic-lora pipeline follows reference videos, none was given",
         "--video-conditioning ref.mov": "--lora: the ic-lora pipeline needs the LoRA",
         REF + "ref.mov:1.5": "strength 1.5 of",
-        REF + "light": "is a folder, expected a file; to EXR images add --hdr",
+        REF + "light": "is a folder of EXR images; add --hdr",
         REF + "--conditioning-attention-strength 1.01": "attention-strength: 1.01, expected 0 to 1",
         REF + "--conditioning-attention-mask one.mov": "one.mov has 1 frame, expected 3 or more",
         REF + "--conditioning-attention-mask twelve.mov": "twelve.mov has 12 frames, expected 3",

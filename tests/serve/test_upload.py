@@ -30,7 +30,7 @@ def png_of(side):
 
 
 NOISE = Image.effect_noise((300, 200), 50).convert("RGB")
-NO_FILE = "it is no readable PNG, JPEG, WEBP or HEIC file; save it again as one"
+NO_FILE = "it is no readable PNG, JPEG, WEBP, HEIC, TIFF, BMP, GIF, AVIF file; save it again as PNG"
 
 
 @pytest.mark.parametrize("data, words", [

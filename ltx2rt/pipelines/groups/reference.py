@@ -10,6 +10,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.media.footage import Footage
+from ltx2rt.media.video import is_light
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
 from ltx2rt.pipelines.groups.size import check_step
 from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
@@ -36,8 +37,8 @@ class ReferenceClip(SourceClip):
 
     def check(self, request: Any) -> None:
         super().check(request)
-        if self.path.is_dir():
-            raise InputError(f"{FLAG}: {self.path} is a folder, expected a clip of 8 bits")
+        if is_light(self.path):
+            raise InputError(f"{FLAG}: {self.path} holds EXR images, expected a clip of 8 bits")
         if request.num_videos > 1:
             raise InputError(
                 f"--num-videos: {request.num_videos}, but {request.name} makes one; run it for "

@@ -15,6 +15,7 @@ from ltx2rt.flags import flag, flag_like
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import FITS, Resize
 from ltx2rt.media.streams import AUTO, Tracks
+from ltx2rt.media.video import is_light
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.pipelines.groups.size import Duration, Length, Pixels, Size, parse_fps
 from ltx2rt.session.options import ModelOptions
@@ -97,6 +98,8 @@ class SourceClip(Duration):
             raise InputError(
                 f"{FLAG}: none, but the {request.name} pipeline starts from a clip; pass one"
             )
+        if is_light(self.path) and not request.high_range:
+            raise InputError(f"{FLAG}: {self.path} is a folder of EXR images; add --hdr")
         if self.fps is not None and self.source is None and not self.path.is_dir():
             raise InputError(f"--fps: {DECIDES}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,10 @@ from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
 
 flag = flags_of("clip")
 
+TAG = re.compile(
+    r"<(?:lora|lyco):([^:<>]+)(?::([\d.]+))?[^<>]*>", re.IGNORECASE
+)  # other programs' LoRAs
+
 
 @dataclass(frozen=True)
 class Prompt(Group):
@@ -24,6 +30,11 @@ class Prompt(Group):
     def check(self, request: Any) -> None:
         if not self.prompt.strip():
             raise InputError("--prompt: the prompt is empty; say what the clip shows")
+
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        for name, strength in TAG.findall(self.prompt):
+            text = f"<lora:{name}:{strength}>" if strength else f"<lora:{name}>"
+            yield f"the prompt's {text} is text here; a LoRA is given by --lora FILE:{strength or 1}"
 
 
 @dataclass(frozen=True)
