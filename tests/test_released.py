@@ -288,3 +288,32 @@ def test_both_kinds_are_offered_by_a_server(released, tmp_path):
     clip = {"prompt": "a fox", "width": 64, "height": 64, "num_frames": 9, "seed": 1}
     for name in ("distilled", "two-stage"):
         assert admission.admit({"pipeline": name, **clip}).work > 0
+
+
+def test_one_flat_folder_is_read_alike(released, made, tmp_path):
+    expected, _ = made(released("dev", "distilled"), "--pipeline", "distilled")
+    for path in released("dev", "distilled").rglob("*.safetensors"):
+        (tmp_path / path.name).symlink_to(path.resolve())
+    found, err = made(tmp_path, "--pipeline", "distilled")
+    assert_same(found, expected)
+    assert err.count("on the distilled transformer") == 1
+
+
+@pytest.mark.parametrize("how", [{"reload": True}, {"reload": True, "streams": {"transformer": 2}}])
+def test_sets_that_leave_or_stream_make_the_same_clip(released, made, kept, how):
+    flags = ("--pipeline", "two-stage", "--steps", "2")
+    folder = released("dev int8", "distilled")  # of two forms
+    expected, _ = made(folder, *flags)
+    kept(**how)
+    assert_same(made(folder, *flags)[0], expected)
+
+
+def test_a_damaged_transformer_is_no_candidate(released, made):
+    folder = released("dev", "distilled")
+    damaged = folder / path_of("distilled")
+    data = damaged.read_bytes()
+    damaged.unlink()
+    damaged.write_bytes(data[: len(data) // 2])
+    found = open_checkpoint(folder)
+    assert found.distilled is None and found.source("transformer").where.name.count("dev")
+    assert any(str(damaged) in line for line in found.unreadable)
