@@ -350,6 +350,7 @@ def main(argv: list[str] | None = None) -> dict:
     )
     add_flags(parser, ModelOptions, only=model)
     add_flags(parser, TwoStage, only=("width", "height", "num_frames", "steps", "step_plan"))
+    parser.set_defaults(width=768, height=512)  # the size of every figure before
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument(

@@ -245,7 +245,7 @@ def test_every_help_text_says_something_and_has_a_group(type_):
 def test_help_is_of_the_pipeline_that_is_named(capsys):
     plain, hq = (shown(help_of(capsys, "generate", *words)) for words in ((), ("--pipeline", "hq")))
     for name, ours, theirs in (
-        ("--width", 768, 1920), ("--height", 512, 1088), ("--video-stg", 1, 0),
+        ("--width", 1536, 1920), ("--height", 1024, 1088), ("--video-stg", 1, 0),
         ("--video-rescale", 0.7, 0.45), ("--steps", "40 for LTX-2.0, else 30", 15),
         ("--num-videos", 1, 1),
     ):  # fmt: skip

@@ -22,6 +22,7 @@ from typing import Any
 from ltx2rt.atomic_file import require_space
 from ltx2rt.backend import get_factory, keep_compiled
 from ltx2rt.commands.options import (
+    given_fields,
     model_options,
     pipeline_flags,
     read_prompts,
@@ -38,7 +39,6 @@ from ltx2rt.flags import (
     given_flags,
     groups,
     shorten,
-    typed,
 )
 from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
@@ -154,7 +154,8 @@ class Sources:
 
     preset: str | None = flag(
         None,
-        "draft is distilled at half the sides, standard the default, best is hq",
+        "draft: distilled at 768x512; standard: the default; best: hq at 1920x1088, or what distilled "
+        "weights can do",
         group="pipeline",
         choices=tuple(PRESETS),
         common=MODEL,
@@ -200,7 +201,7 @@ def _from_sources(to: Any) -> dict[str, Any]:
     name = asked.pop("pipeline")
     if not any(asked.values()):
         return {}
-    given = typed(to.words, ModelOptions, Files, *pipelines().values())
+    given = given_fields(to.words, ModelOptions, Files)
     if any(re.match("--prompts(=|$)", word) for word in to.words):
         given |= {"prompt"}
     found = recipe(given, ModelOptions, Files, name=name, **asked)

@@ -13,7 +13,7 @@ from typing import Any
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, flagged, given_flags, groups, marked, spelling, typed
-from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, unread
+from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, sound_alone, unread
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.seeds import NoiseFile, Seed
 from ltx2rt.pipelines.groups.size import Pixels, with_sides
@@ -62,6 +62,14 @@ def run_flags(to: Any, **defaults: Any) -> None:
     add_flags(to, ModelOptions, backend="auto", **defaults)
 
 
+def given_fields(words: Sequence[str], *types: type) -> set[str]:
+    """The fields of pipelines and of these types that the words give, and `SOUND_ALONE`."""
+    reader = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    reader.add_argument("--output", nargs="*", action="extend", default=[])
+    outputs = reader.parse_known_args(words)[0].output
+    return typed(words, *types, *pipelines().values()) | sound_alone(outputs)
+
+
 def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
     """Add `--pipeline` and the flags of the pipeline that it names or, without it, that the inputs
     choose. Flags that other pipelines read are refused with these. but: groups of flags to leave
@@ -73,7 +81,7 @@ def pipeline_flags(to: Any, *but: type[Group]) -> type[Request]:
         name = FIRST
         if {"--help", "-h", "--help-all"}.isdisjoint(to.words):
             try:
-                name, because = chosen(typed(to.words, *known.values()))
+                name, because = chosen(given_fields(to.words))
             except InputError as error:  # said once every flag is known
                 to.together = str(error)
     shown = pipeline(name)

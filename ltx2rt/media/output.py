@@ -73,6 +73,10 @@ def end_of(path: Path) -> str:
     return match[1].lower() if match else ""
 
 
+def is_sound(path: Path) -> bool:
+    return path.suffix.lower() in SOUNDS
+
+
 def is_numbered(path: Path) -> bool:
     return path.suffix.lower() in NUMBERED and "%" in path.name
 
@@ -144,7 +148,7 @@ def check_streams(paths: Sequence[Path], has_video: bool, has_sound: bool) -> No
     if paths and not has_video and not has_sound:
         said = "but this pipeline makes latents alone; give --latents-out instead"
         raise InputError(f"--output: {paths[0]}, {said}")
-    sounds = [path for path in paths if path.suffix.lower() in SOUNDS]
+    sounds = [path for path in paths if is_sound(path)]
     others = [path for path in paths if path not in sounds]
     if sounds and has_video and not others:
         wrong = f"{sounds[0]} is a sound file, and this pipeline makes a video; name it *.mp4"

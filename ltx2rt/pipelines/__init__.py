@@ -6,20 +6,24 @@ A pipeline is added by its file alone.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from importlib import import_module
+from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import field_names, flagged, keywords
+from ltx2rt.media.output import is_sound
 from ltx2rt.notes import note
 from ltx2rt.pipelines.groups.size import with_sides
 from ltx2rt.pipelines.request import Request
 from ltx2rt.suggest import hint
 
 FIRST = "two-stage"  # the default
+UNGUIDED = "distilled"  # the default of what is for steps without guidance
 CLIP, SECONDS = "video_path", "seconds"
+SOUND_ALONE = "output *.wav"  # among fields, says that all files to write are sounds
 
 
 def pipelines() -> dict[str, type[Request]]:
@@ -43,11 +47,17 @@ def pipeline(name: str) -> type[Request]:
 
 def chosen(given: Collection[str], default: str = FIRST) -> tuple[str, str]:
     """The pipeline that a request with these fields asks for, and the fields that decide, joined by
-    "and", "" for the default one. Raises InputError for a clip with which nothing is to be done."""
+    "and", "" for the default one. given: may have `SOUND_ALONE`. Raises InputError for a clip with
+    which nothing is to be done."""
     known = flagged(*pipelines().values())
     asked = {field: f.metadata["flag"].asks for field, f in known.items() if field in given}
     decisive = [field for field, name in asked.items() if name or field == CLIP]
+    if not decisive and SOUND_ALONE in given:
+        return "t2a", SOUND_ALONE
     if not decisive or set(decisive) <= flagged(pipeline(default)).keys():
+        others = (known.keys() & given) - flagged(pipeline(default)).keys()
+        if default == FIRST and others and others <= flagged(pipeline(UNGUIDED)).keys():
+            return UNGUIDED, min(others)
         return default, ""
     if decisive == [CLIP] and SECONDS in given:
         return "extend", f"{CLIP} and {SECONDS}"
@@ -64,6 +74,12 @@ def chosen(given: Collection[str], default: str = FIRST) -> tuple[str, str]:
     }
     field = min(asking, key=lambda field: len(unread[field]))
     return asking[field], field
+
+
+def sound_alone(outputs: Iterable[str | Path]) -> set[str]:
+    """`SOUND_ALONE` for files that are all sounds."""
+    named = [is_sound(Path(output)) for output in outputs]
+    return {SOUND_ALONE} if named and all(named) else set()
 
 
 def readers(field: str) -> list[str]:

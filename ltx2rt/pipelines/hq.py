@@ -1,4 +1,8 @@
-"""hq: both stages with res_2s, two evaluations a step, and the distilled LoRA in both."""
+"""hq: both stages with res_2s, two evaluations a step, and the distilled LoRA in both.
+
+Distilled weights are refused, unless it is --preset best that chose it: then it is `distilled` at
+its size.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +15,25 @@ from ltx2rt.flags import flags_of
 from ltx2rt.pipelines.groups import NEW, PICTURES, SEGMENTED
 from ltx2rt.pipelines.groups.guidance import Guidance
 from ltx2rt.pipelines.groups.images import Images
-from ltx2rt.pipelines.groups.size import Size
+from ltx2rt.pipelines.groups.size import BEST_PX, Size
 from ltx2rt.pipelines.groups.sound import SoundFrom
 from ltx2rt.pipelines.groups.steps import Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
 from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.session.options import NO_LORA, DistilledWeights, LoraSpec, ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
 from ltx2rt.stages.stage import Stage
 
 flag = flags_of("sampling")
 
+STRENGTH_1, STRENGTH_2 = 0.25, 0.5
 SCALES = Guidance(video_stg=0.0, audio_stg=0.0, video_rescale=0.45, audio_rescale=1.0)
 
 
 @dataclass(frozen=True)
 class LargeSize(Size):
-    usual: ClassVar = (1920, 1088)
+    usual: ClassVar = BEST_PX
 
 
 class HQ(Request):
@@ -45,8 +51,17 @@ class HQ(Request):
         for side, px in zip(("width", "height"), LargeSize.usual, strict=True)
     }
 
-    distilled_lora_strength_stage_1: float = flag(0.25, "strength of the distilled LoRA in stage 1")
-    distilled_lora_strength_stage_2: float = flag(0.5, "strength of the distilled LoRA in stage 2")
+    distilled_lora_strength_stage_1: float = flag(
+        STRENGTH_1, "strength of the distilled LoRA in stage 1"
+    )
+    distilled_lora_strength_stage_2: float = flag(
+        STRENGTH_2, "strength of the distilled LoRA in stage 2"
+    )
+
+    def unguided(self) -> Request | None:
+        own = self.distilled_lora_strength_stage_1, self.distilled_lora_strength_stage_2
+        chosen = self.quality == "best" and own == (STRENGTH_1, STRENGTH_2)
+        return self.made_by(TwoStage).unguided() if chosen else None
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)

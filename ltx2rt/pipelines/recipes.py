@@ -18,7 +18,7 @@ from ltx2rt.errors import InputError, concerning
 from ltx2rt.flags import Flag, convert, field_names, flagged, reader, spelling
 from ltx2rt.media.output import STILLS, picture_comment
 from ltx2rt.notes import note
-from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, readers
+from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, readers, sound_alone
 from ltx2rt.pipelines.earlier import EMPTY, current, require_known
 from ltx2rt.pipelines.groups.size import with_sides
 from ltx2rt.pipelines.groups.source_clip import SourceClip
@@ -32,9 +32,9 @@ SETTINGS = {"pipeline": str, "options?": dict}
 PLAIN = re.compile(r"(?!\.\.?$)[^/\\\x00-\x1f]{1,255}")  # a file's name without folders
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "draft": {"pipeline": "distilled"},
+    "draft": {"pipeline": "distilled", "quality": "draft"},
     "standard": {},
-    "best": {"pipeline": "hq"},
+    "best": {"pipeline": "hq", "quality": "best"},
 }
 
 
@@ -58,16 +58,13 @@ def recipe(
     if config:
         found |= _of_file(Path(config).expanduser(), types)
     if preset:
-        own = {"width", "height"} | {"size", "video_path"}
         found |= PRESETS[preset]
-        if preset == "draft" and not own.intersection(given):
-            found["half_size"] = True  # a given clip is made at its own size
     default = found.pop("pipeline", FIRST)
     name = name or chosen({*given, *found}, default)[0]
     read = {*flagged(*types, pipeline(name)), "pipeline"}
     unread = [field for field in found if field not in read and field not in given]
-    if unread:
-        note(f"left out, for the {name} pipeline does not read them: {', '.join(unread)}")
+    if said := [field for field in unread if field not in PRESETS[preset or "standard"]]:
+        note(f"left out, for the {name} pipeline does not read them: {', '.join(said)}")
     found = {"pipeline": name} | found
     return {field: found[field] for field in found if field not in (*given, *unread)}
 
@@ -85,7 +82,10 @@ def _of_file(path: Path, types: Sequence[type]) -> dict[str, Any]:
     with concerning(f"--config: {path}"):
         stated = with_sides(stated)
     spelled = field_names(*pipelines().values())
-    name = stated.pop("pipeline", None) or chosen({spelled.get(key, key) for key in stated})[0]
+    outputs = stated.get("output", [])
+    asking = {spelled.get(key, key) for key in stated}
+    asking |= sound_alone(map(str, outputs if isinstance(outputs, list) else [outputs]))
+    name = stated.pop("pipeline", None) or chosen(asking)[0]
     known, names = flagged(*types, pipeline(name)), field_names(*types, pipeline(name))
     found = current(name, stated) | {k: stated[k] for k in ("seconds",) if k in stated}
     for key in stated.keys() - names.keys():

@@ -478,7 +478,9 @@ class Request:
         sound: whether there is any to decode."""
         heard = sound and self.audio
         how = model, options.vae_tiling, self.noise
-        frames = decoding(options.video_decoder, geometry, *how)
+        draft = getattr(self, "quality", None) == "draft" and model.video_vae.decoder
+        asked = options.video_decoder or ("conv" if draft else None)
+        frames = decoding(asked, geometry, *how)
         inset = self.inset(model, geometry)
         made = pixel_frames(geometry.frames, geometry.time_factor)
         over = made - self.seen_frames if self.has(SourceClip) else 0

@@ -12,7 +12,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import Field, dataclass, replace
+from dataclasses import Field, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,8 @@ from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.media.hdr import HighRange
-from ltx2rt.pipelines import CLIP, FIRST, chosen, make_request, readers, unread
-from ltx2rt.pipelines.groups.guidance import ByChoice
+from ltx2rt.pipelines import CLIP, FIRST, chosen, make_request, pipelines, readers, unread
+from ltx2rt.pipelines.groups.guidance import GUIDES, ByChoice, ByWeights, Nag
 from ltx2rt.pipelines.groups.images import Images, parse_frame
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, with_sides
 from ltx2rt.pipelines.groups.sound import parse_reference
@@ -346,24 +346,25 @@ class Admission:
         try:
             type_.check_model(self.checkpoint.config)
             if is_distilled(self.options, self.checkpoint):
-                return self._made_by(type_) is type_
+                return isinstance(type_().unguided(), type_)
             if not type_.has(ByChoice):  # else each request's settings tell
                 distilled_lora(type_(), self.options, self.checkpoint)
         except InputError:
             return False
         return True
 
-    def _made_by(self, type_: type[Request]) -> type[Request] | None:
-        """The pipeline that makes requests of another one here; None if they are refused."""
-        if not is_distilled(self.options, self.checkpoint):
-            return type_
-        found = type_().unguided()
-        return None if found is None else type(found)
+    def _unused(self, type_: type[Request]) -> set[str]:
+        """Fields that the kind of the weights leaves no use for."""
+        distilled = is_distilled(self.options, self.checkpoint)
+        kinds: Any = (GUIDES if distilled else Nag) if type_.has(ByWeights) else ()
+        groups = [group for group in type_.groups if isinstance(group, kinds)]
+        return {f.name for group in groups for f in fields(group)}
 
-    def _shown(self, name: str) -> str | None:
-        """The name under which the pipeline is possible here; None if it is not."""
-        made_by = self._made_by(self.served[name])
-        return made_by.name if made_by and made_by.name in self.possible else None
+    def _made_by(self, request: Request) -> str | None:
+        """The name of the pipeline that makes such requests here; None if they are refused."""
+        distilled = is_distilled(self.options, self.checkpoint)
+        found = request.unguided() if distilled else request
+        return found.name if found and found.name in self.possible else None
 
     def fields(self, type_: type[Request]) -> dict[str, Field]:
         """The clip flags that requests of the pipeline may set here."""
@@ -374,7 +375,7 @@ class Admission:
         seconds = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         return {
             "model": self.model,
-            "default_pipeline": self._shown(self.default),
+            "default_pipeline": self._made_by(self.served[self.default]()),
             "pipelines": {
                 name: {
                     "summary": type_.summary,
@@ -382,14 +383,16 @@ class Admission:
                     "multiple_of_px": model.video_vae.space_factor * type_.scale,
                     "front": front(type_),
                     "images": MAX_IMAGES if type_.has(Images) else 0,
-                    "fields": {f: schema(found) for f, found in self.fields(type_).items()},
+                    "fields": {
+                        f: schema(found)
+                        for f, found in self.fields(type_).items()
+                        if f not in self._unused(type_)
+                    },
                     "files": uploads(type_),
                 }
                 for name, type_ in self.possible.items()
             },
-            "presets": {
-                name: self._shown(how.get("pipeline", FIRST)) for name, how in PRESETS.items()
-            },
+            "presets": {name: self._made_by(_of_preset(**how)) for name, how in PRESETS.items()},
             "frames": {"step": model.video_vae.time_factor, "offset": 1},
             "max_seconds": seconds,
             "fps": {"min": MIN_FPS, "max": MAX_FPS},
@@ -428,6 +431,10 @@ def with_preset(given: Mapping[str, Any]) -> dict[str, Any]:
     except InputError as error:
         raise of_input(error, list(OURS), given) from error
     return found | {field: value for field, value in given.items() if field != "preset"}
+
+
+def _of_preset(pipeline: str = FIRST, **fields: Any) -> Request:
+    return pipelines()[pipeline](**fields)
 
 
 def _strength(name: str, item: Mapping[str, Any]) -> float:

@@ -35,7 +35,8 @@ def flags(**changes: object) -> list[object]:
 
 def plan(topology: str = "v6e:2x4", name: str = "ltx-2.0", **settings) -> Compilation:
     target = {n: settings.pop(n) for n in ("component", "stage", "branches") if n in settings}
-    clip = {n: settings.pop(n) for n in ("width", "height", "num_frames") if n in settings}
+    size = {"width": 768, "height": 512, "num_frames": 121}
+    clip = {n: settings.pop(n, px) for n, px in size.items()}
     model = settings.pop("model", None)
     options = ModelOptions("", model or Path(), dtype="bfloat16", **settings)
     with standing_for(None if model else name, options) as options:

@@ -51,7 +51,7 @@ def test_every_pipeline_is_planned_from_the_flags_that_decide_its_cost(command, 
 
 def test_plan_prints_a_table(command):
     """Four cards hold the released model, one H100 does not; the origin of its rates is said."""
-    one = "plan --preset ltx-2.3 --device-kind h100-80gb".split()
+    one = "plan --preset ltx-2.3 --device-kind h100-80gb --size 768x512".split()
     status, out, _ = command(*one, "--devices", 4, "--verbose", "--pipeline", "one-stage")
     assert status == 0 and "720 all_reduce" in out and "memory: fits" in out
     assert "scaled from what was measured on h200-141gb" in out
@@ -117,7 +117,8 @@ def test_advice_for_the_text_stage_names_no_smaller_clip(command):
 def test_weights_of_8_bits_are_planned_at_half_the_bytes(command, encoding, faster):
     """46 of 48 blocks of the released model, without their norms, tables, gates and biases: 17.7 of
     37.9 GB."""
-    words = "plan --preset ltx-2.3 --device-kind h200-141gb --pipeline one-stage --json".split()
+    how = "--pipeline one-stage --size 768x512 --json"
+    words = f"plan --preset ltx-2.3 --device-kind h200-141gb {how}".split()
     found = []
     for dtype in ("bfloat16", encoding):
         status, out, _ = command(*words, "--weights-dtype", dtype)

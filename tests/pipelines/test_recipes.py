@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 
 import pytest
 
@@ -9,8 +10,11 @@ import ltx2rt
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.recipes import recipe, settings_in, with_recipe
 from ltx2rt.run.files import Files
+from ltx2rt.run.plan import resolved
 from ltx2rt.serve.admission import with_preset
+from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.frames import Frames
 from tests.conftest import refused
 
 SIZE = ("--width", 128, "--height", 64, "--num-frames", 9, "--fps", 48)
@@ -57,18 +61,17 @@ def test_a_clip_is_made_again_from_its_file_alone(model, command, images, tmp_pa
 
 
 @pytest.mark.parametrize(("given", "preset", "expected"), [
-    ((), "draft", {"pipeline": "distilled", "half_size": True}),
-    (("height",), "draft", {"pipeline": "distilled"}),
-    ((), "best", {"pipeline": "hq"}),
+    ((), "draft", {"pipeline": "distilled", "quality": "draft"}),
+    ((), "best", {"pipeline": "hq", "quality": "best"}),
     ((), "standard", {"pipeline": "two-stage"}),
-    (("audio_path",), "best", {"pipeline": "a2v"}),
+    (("audio_path",), "best", {"pipeline": "a2v", "quality": "best"}),
     (("mask", "video_path"), "draft", {"pipeline": "inpaint"}),
 ])  # fmt: skip
 def test_inputs_choose_the_pipeline_before_a_preset(given, preset, expected):
     assert recipe(given, preset=preset) == expected
 
 
-def test_a_draft_has_half_the_sides_that_a_picture_decides(images, command, model, tmp_path):
+def test_a_draft_has_a_smaller_area_in_the_shape_of_a_picture(images, command, model, tmp_path):
     sides, output = [], tmp_path / "d.png"
     for more in (("--preset", "draft"), ("--preset", "draft", "--width", 128)):
         shape = ("--image", images[0], "--pipeline", "distilled", *more)
@@ -76,7 +79,34 @@ def test_a_draft_has_half_the_sides_that_a_picture_decides(images, command, mode
         assert said[0] == 0, said
         found = settings_in(output)
         sides.append((found["width"], found["height"]))
-    assert sides == [(960 // 2, 448 // 2), (128, 64)] and not found["half_size"]
+    assert sides == [(960, 448), (128, 64)] and found["quality"] == "draft"
+
+
+@pytest.mark.parametrize(("preset", "kind", "name", "size"), [
+    (None, "dev", "two-stage", (1536, 1024)), ("standard", "dev", "two-stage", (1536, 1024)),
+    ("draft", "dev", "distilled", (768, 512)), ("best", "dev", "hq", (1920, 1088)),
+    (None, "distilled", "distilled", (1536, 1024)), ("draft", "distilled", "distilled", (768, 512)),
+    ("standard", "distilled", "distilled", (1536, 1024)),
+    ("best", "distilled", "distilled", (1920, 1088)),
+])  # fmt: skip
+def test_presets_make_a_clip_of_any_weights(released, preset, kind, name, size):
+    """At the sizes of the release; best makes up for guidance by keyframes, and says so."""
+    options = ModelOptions("cuda", released(kind, "lora", preset="ltx-2.5", empty=True))
+    fields = with_recipe(None, {"prompt": "x", "num_frames": 121}, preset=preset) if preset else {}
+    request = make_request(
+        fields.pop("pipeline", None), **{"prompt": "x", "num_frames": 121, **fields}
+    )
+    checkpoint = opened_checkpoint(options)
+    full, loras, stages = resolved(checkpoint, options, replace(request, seed=1))
+    assert full.name == name and (full.width, full.height) == size
+    assert resolved(checkpoint, options, full)[0] == full
+    if name == "distilled":
+        assert (loras.distilled is None) == (kind == "distilled")
+        count, said = full.num_generated_keyframes, list(full.remarks(checkpoint.config))
+        assert count == (3 if preset == "best" else 0)
+        assert any("3 generated keyframes; dev weights (" in line for line in said) == bool(count)
+    if preset == "draft":
+        assert any(type(stage) is Frames for stage in stages)  # by the convolutional decoder
 
 
 def test_a_file_gives_flags_by_any_of_their_names(tmp_path):
@@ -127,7 +157,7 @@ def test_what_is_no_clip_of_ours_is_refused(images, tmp_path, command, model):
 
 def test_a_job_takes_a_preset():
     found = with_preset({"prompt": "x", "preset": "draft"})
-    assert found == {"prompt": "x", "pipeline": "distilled", "half_size": True}
+    assert found == {"prompt": "x", "pipeline": "distilled", "quality": "draft"}
     assert with_preset({"size": "128x64", "preset": "draft"})["size"] == "128x64"
 
 

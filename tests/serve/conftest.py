@@ -56,7 +56,7 @@ def server(tiny_model, tmp_path_factory):
     make_checkpoint("tiny-2.3", "official", root / "other", seed=1)
     (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
     (loras / "loop.safetensors").symlink_to(loras / "loop.safetensors")
-    flags = "--replicas 2 --max-work 5 --keep 7d --served-name sora-2 tiny --loras".split()
+    flags = "--replicas 2 --max-work 30 --keep 7d --served-name sora-2 tiny --loras".split()
     made = Server(tiny_model, root / "data", *flags, loras, env={"FAKE_MEMORY": str(6 * 10**8)})
     yield made
     made.kill()

@@ -88,9 +88,13 @@ def test_distilled_weights_choose_the_form_of_what_is_asked(admission):
     found = admission("tiny-2.5", distilled_lora=NO_LORA, assume="distilled")
     limits = found.limits()
     assert found.served.keys() - limits["pipelines"].keys() == {"two-stage", "hq", "one-stage"}
-    assert limits["default_pipeline"] == limits["presets"]["standard"] == "distilled"
+    assert limits["default_pipeline"] == "distilled"
+    assert limits["presets"] == dict.fromkeys(("draft", "standard", "best"), "distilled")
+    own = limits["pipelines"]["a2v"]["fields"].keys()
+    assert own & {"nag", "negative_prompt", "steps", "video_cfg"} == {"nag", "negative_prompt"}
     small = {"prompt": "a fox", "size": "64x64", "num_frames": 9, "seed": 7}
-    for more in ({}, {"preset": "standard"}, {"preset": "draft"}, {"pipeline": "two-stage"}):
+    presets = ({"preset": name} for name in limits["presets"])
+    for more in ({}, *presets, {"pipeline": "two-stage"}):
         job = job_of(found, small | more)
         again = {"pipeline": job["pipeline"], **job["clip"]}
         again = {name: value for name, value in again.items() if value not in (None, [])}

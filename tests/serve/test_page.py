@@ -270,10 +270,10 @@ def test_the_size_follows_the_picture_or_the_cut_is_shown(server, page, tmp_path
     page.click("#send")
     assert "Choose a photo first" in page.inner_text("#problem")
     page.set_input_files("#picture", tmp_path / "portrait.png")
-    until(page, "/576 . 704/.test(document.querySelector('#time').textContent)")
+    until(page, "/1152 . 1344/.test(document.querySelector('#time').textContent)")
     assert page.locator("#size option:checked").inner_text() == "as the picture"
     page.select_option("#pipeline", "draft")
-    until(page, "/288 . 352/.test(document.querySelector('#time').textContent)")
+    until(page, "/576 . 704/.test(document.querySelector('#time').textContent)")
     page.select_option("#pipeline", "two-stage")
     page.select_option("#size", "768x512")
     until(page, "/43 % of its height is cut/.test(document.querySelector('#pictures').innerText)")

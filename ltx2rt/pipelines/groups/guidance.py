@@ -17,11 +17,13 @@ from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches, perturbed_blocks
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
+from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.stages.stage import MODALITIES
 
 flag = flags_of("guidance")
 
 NONE = {"cfg": 1, "stg": 0, "modality": 1, "rescale": 0}  # scales that guide by nothing
+UNGUIDED = NONE | {"steps": len(DISTILLED_SIGMAS) - 1}  # as distilled steps are
 NEUTRAL = np.array([[*NONE.values()]] * 2, np.float32)  # the conditional branch alone
 NAG = "--nag"
 TAU, ALPHA = 2.5, 0.25  # those of ComfyUI-KJNodes' node for LTX-2, whose scale is 11
@@ -108,12 +110,17 @@ class Guidance(SoundScales, VideoScales):
     audio_modality: float = flag(3.0, "scale of guidance by the video for sound, 1 for none")
 
 
+GUIDES = (Steps, Skips, Interval, Scales)  # groups of flags that guided steps alone read
+
+
 def guiding(request: Any) -> str:
-    """The first flag of guidance that is given, "" for none."""
+    """The first flag that asks for other steps than distilled ones, "" for none."""
     for group in request.groups:
-        if isinstance(group, (Steps, Skips, Interval, Scales)):
+        if isinstance(group, GUIDES):
             for f in fields(group):
-                if getattr(request, f.name) != getattr(group, f.name):
+                value, usual = getattr(request, f.name), getattr(group, f.name)
+                neutral = UNGUIDED.get(f.name.rpartition("_")[2], usual)
+                if value not in (usual, neutral):
                     return spelling(f)
     return ""
 

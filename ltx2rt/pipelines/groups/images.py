@@ -23,7 +23,7 @@ from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, slot
 
 flag = flags_of("conditioning")
 
-MAX_KEYFRAMES = 64
+MAX_KEYFRAMES, KEYFRAME_EVERY = 64, 32  # frames of a segment of `dfr`
 MAX_CUT = 0.05  # share of an image's side that is cut without a word
 FRAME = r"[+-]?[0-9]{1,18}|last|[0-9]{1,9}(?:\.[0-9]{1,9})?[s%]"
 NUMBER = r"[+-]?(?:[0-9.]+(?:e[+-]?[0-9]+)?|nan|inf)"
@@ -211,7 +211,22 @@ class GeneratedKeyframes(Group):
                 f"LTX-{model.release.name} has no vector for keyframes; leave it out, or pass a "
                 "model of LTX-2.5"
             )
+        known = not (request.auto_duration or request.in_segments)
+        if known and self.best(request) and model.transformer.keyframe_vector:
+            return {"num_generated_keyframes": (request.num_frames - 1) // KEYFRAME_EVERY}
         return {}
+
+    def best(self, request: Any) -> bool:
+        """Whether keyframes stand for the guidance that a preset would have."""
+        return request.quality == "best" and not request.is_guided and request.scale > 1
+
+    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+        if self.best(request):
+            more, count = "", self.num_generated_keyframes
+            if count:
+                more = f" and {count} generated keyframe{'s' if count > 1 else ''}"
+            size = f"{request.width}x{request.height}{more}"
+            yield f"best without guidance: {size}; dev weights ({model.release.dev}) would add it"
 
     def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
         if name != "stage1":

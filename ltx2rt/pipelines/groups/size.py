@@ -21,6 +21,7 @@ flag = flags_of("clip")
 MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 MAX_FPS, MIN_FPS = 240, 1
 MAX_SIDE_PX = 16384  # H.264's
+USUAL_PX, DRAFT_PX, BEST_PX = (1536, 1024), (768, 512), (1920, 1088)  # width, height
 MIN_SIDE_PX = 64  # smallest side that an image decides
 DEFAULT_FRAMES = 121
 MAX_FRAMES = 10**9  # what floats still count; the model has a limit of its own
@@ -103,23 +104,29 @@ class Pixels(Group):
 
 @dataclass(frozen=True)
 class Size(Pixels):
-    """A side that is not given follows the first image. usual: width and height without one, and
+    """A side that is not given follows the first image, or the usual shape. usual: width and height without one, and
     the area with one. multiple: of the model's unit, for a side that follows."""
 
-    usual: ClassVar[tuple[int, int]] = 768, 512
+    usual: ClassVar[tuple[int, int]] = USUAL_PX
     multiple: ClassVar[int] = 1
 
     width: int = flag(
-        None, "width in pixels, or by the first image (default: 768)", most=MAX_SIDE_PX, common=CLIP
+        None,
+        "width in pixels, or by the first image (default: 1536)",
+        most=MAX_SIDE_PX,
+        common=CLIP,
     )
     height: int = flag(
         None,
-        "height in pixels, or by the first image (default: 512)",
+        "height in pixels, or by the first image (default: 1024)",
         most=MAX_SIDE_PX,
         common=CLIP,
     )
 
-    half_size: bool = flag(False, "halve both sides, as --preset draft does", typed=False)
+    half_size: bool = flag(False, "halve both sides", typed=False)
+    quality: str | None = flag(
+        None, "size and means of that preset", choices=("draft", "best"), typed=False
+    )
     asked_px: tuple[int, int] | None = field(default=None, repr=False)  # sides that were odd
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
@@ -139,12 +146,15 @@ class Size(Pixels):
         yield from super().remarks(request, model)
 
     def filled(self, unit: int = 1, image_px: tuple[int, int] | None = None) -> dict[str, int]:
-        """Both sides. image_px: width and height of an image to follow, in multiples of unit."""
-        found = dict(zip(("width", "height"), self.usual, strict=True))
+        """Both sides. image_px: width and height of an image to follow; a side that follows is a
+        multiple of unit."""
+        usual = {"draft": DRAFT_PX, "best": BEST_PX}.get(self.quality or "", self.usual)
+        found = dict(zip(("width", "height"), usual, strict=True))
         given = {side: px for side in found if (px := getattr(self, side)) is not None}
-        if image_px is None or len(given) == 2:
+        if len(given) == 2 or (image_px is None and not given):
             return found | given
-        aspect = image_px[0] / image_px[1]
+        wide, high = image_px or usual
+        aspect = wide / high
         low, most = -(-MIN_SIDE_PX // unit) * unit, MAX_SIDE_PX // unit * unit
 
         def near(side: float, *how: Callable[[float], int]) -> list[int]:
@@ -154,14 +164,14 @@ class Size(Pixels):
             return given | {"height": near(self.width / aspect, round)[0]}
         if self.height is not None:
             return given | {"width": near(self.height * aspect, round)[0]}
-        area, both = math.prod(self.usual), (math.floor, math.ceil)
-        wide, high = near((area * aspect) ** 0.5, *both), near((area / aspect) ** 0.5, *both)
+        area, both = math.prod(usual), (math.floor, math.ceil)
+        widths, heights = near((area * aspect) ** 0.5, *both), near((area / aspect) ** 0.5, *both)
 
         def distance(sides: tuple[int, int]) -> float:  # the aspect is worth more than the area
             w, h = sides
             return 4 * abs(math.log(w / h / aspect)) + abs(math.log(w * h / area))
 
-        return dict(zip(found, min(product(wide, high), key=distance), strict=True))
+        return dict(zip(found, min(product(widths, heights), key=distance), strict=True))
 
 
 @dataclass(frozen=True)

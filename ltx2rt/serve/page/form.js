@@ -5,11 +5,11 @@ import { $, all, ask, inWords, make, plain, say, shortened, shortTime } from "./
 import { forgetSources, keep, kindOf, onSource, putSources, setSource, showSource, sourceOf, zone } from "./source.js";
 
 const pictures = []; // {file, url} or {file_id}, with frame and strength
-const SIZES = ["768x512", "512x768", "1280x704", "704x1280"];
+const SIZES = ["1536x1024", "1024x1536", "1920x1088", "1088x1920", "1280x704", "704x1280", "768x512", "512x768"]; // the usual one first
 const PHOTO = "Animate a photo"; // the pipelines of "Text to video", with the first image in front
 const TEXT = "Text to video";
 const TITLES = { clip: "Clip", conditioning: "Inputs", guidance: "Guidance", sampling: "Sampling", output: "Output" };
-const OWN = ["prompt", "seconds", "num_frames", "width", "height", "half_size"]; // fields with a place of their own in the form
+const OWN = ["prompt", "seconds", "num_frames", "width", "height", "half_size", "quality"]; // fields with a place of their own in the form
 const CHECK_MS = 500;
 const UPLOADS = { video: "Continue a clip", sound: "Sound to video", image: PHOTO }; // where a dropped file goes
 let limits;
@@ -17,14 +17,18 @@ let sent = () => {};
 let checking; // the timer of the next check
 let asked = 0; // checks so far: an answer to an earlier one is not shown
 
-const named = (quality) => quality === "draft" ? limits.presets.draft : quality; // the pipeline of a choice of quality
+const MEANS = { draft: "768 × 512 unless chosen", best: "1920 × 1088 unless chosen" }; // presets that are choices of quality
+const named = (quality) => quality in MEANS ? limits.presets[quality] : quality; // the pipeline of a choice of quality
 const pipeline = () => limits.pipelines[named($("#pipeline").value)];
 const task = () => $("[name=task]:checked").value;
 const free = () => "num_frames" in pipeline().fields; // size and length are not those of a file
 const of = (name) => Object.keys(limits.pipelines).filter((one) => limits.pipelines[one].task === (name === PHOTO ? TEXT : name));
 const quality = (name) => { // the choices of a pipeline: [value, text]
-  const preset = Object.keys(limits.presets).find((one) => limits.presets[one] === name);
-  return preset === "draft" ? [[preset, `draft (${name}, half the size)`], [name, name]] : [[name, preset ? `${preset} (${name})` : name]];
+  const presets = Object.keys(limits.presets).filter((one) => limits.presets[one] === name);
+  if (presets.length === 1 && presets[0] !== "draft") return [[name, `${presets[0]} (${name})`]];
+  const plain = [name, presets.includes("standard") ? `standard (${name})` : name];
+  const other = (one) => presets.includes(one) ? [[one, `${one} (${name}, ${MEANS[one]})`]] : [];
+  return [...other("draft"), plain, ...other("best")];
 };
 const needed = () => pipeline().front.find((name) => name in pipeline().files);
 
@@ -130,7 +134,7 @@ function showPictures() {
   $("#pictures > label").hidden = full;
   $("#pictures > label span").textContent = pictures.length ? "Another image, at a later frame" : "Drop a photo here, or choose one";
   $("#from-picture").hidden = !pictures.length;
-  if (!pictures.length && !$("#size").value) $("#size").value = "768x512";
+  if (!pictures.length && !$("#size").value) $("#size").value = SIZES[0];
   $("#pictures ul").replaceChildren(...pictures.map((picture, n) => {
     const input = (key, more) => make("input", { value: picture[key], ...more, oninput: (e) => { picture[key] = e.target.value.trim(); } });
     const shown = picture.url ? make("div", { className: "frame" }, make("img", { src: picture.url, alt: picture.file.name, onload: cut }), make("i"))
@@ -279,7 +283,7 @@ function body(more = {}) {
   const { fields, files, images } = pipeline();
   put("prompt", more.prompt ?? $("#prompt").value);
   put("pipeline", named($("#pipeline").value));
-  if (free() && $("#pipeline").value === "draft") put("half_size", "true");
+  if (free() && $("#pipeline").value in MEANS) put("quality", $("#pipeline").value);
   const size = $("#size").value;
   if (free() && size) put("size", size === "other" ? `${$("#width").value}x${$("#height").value}` : size);
   if ("seconds" in fields) put("seconds", $("#seconds").value);
