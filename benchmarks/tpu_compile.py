@@ -80,6 +80,7 @@ STEP_2_0 = {  # one guided step of LTX-2.0, 6144 video tokens, two branches: tar
     ),
 }
 NEW = "--preset ltx-2.5 --num-frames 121"
+HD = f"{NEW} --pipeline distilled --component denoise-step --width 1920 --height 1088"
 DIFFUSION = f"{NEW} --pipeline distilled --video-decoder diffusion"
 PROGRAMS = {  # name -> flags, target
     "step-2.3": ("--preset ltx-2.3 --component denoise-step --stage 2 --branches 4", STEP),
@@ -102,6 +103,8 @@ PROGRAMS = {  # name -> flags, target
     "vocoder": ("--preset ltx-2.3 --component vocoder", Figures()),
     "step-2.5": (f"{NEW} --pipeline distilled --component denoise-step --stage 2", STEP),
     "stage1-2.5": (f"{NEW} --pipeline distilled --component denoise-step --stage 1", STEP),
+    "stage1-hd-2.5": (f"{HD} --stage 1", STEP),
+    "stage2-hd-2.5": (f"{HD} --stage 2", STEP),
     "guided-2.5": (f"{NEW} --component denoise-step --stage 1", STEP),
     "before-2.5": (f"{NEW} --pipeline distilled --component denoise-before --stage 1", Figures()),
     "gemma4": (f"{NEW} --pipeline distilled --component text-encoder", Figures()),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
-from ltx2rt.placement.devices import DeviceKind
+from ltx2rt.placement.devices import DeviceKind, Sustained
 
 COLLECTIVE_S = 2e-6  # fixed latency of a collective; assumed, not measured
 # An ICI link brings 90 GB/s (JAX scaling book). Neighbours on a v6e 2x4, which has no wrap, and on
@@ -13,6 +14,26 @@ COLLECTIVE_S = 2e-6  # fixed latency of a collective; assumed, not measured
 # chip's devices have one each.
 V6E_LINKS = {2: (90e9, 90e9), 4: (67.5e9, 90e9), 8: (79e9, 180e9)}
 V7X_LINKS = {2: (300e9, 300e9), 4: (67.5e9, 90e9), 8: (79e9, 90e9)}
+
+
+def _compiled(
+    on: str, products: float, attention: float, neighbourhood: float, moved: float
+) -> Sustained:
+    """Shares by the compiler's code. What the host does in a request is not in it."""
+    nothing = {"launch_s": 0, "result_bytes_per_s": math.inf, "reload_s": 0, "request_s": 0}
+    return Sustained(
+        on, products, products, attention, memory=1.0, neighbourhood=neighbourhood, moved=moved,
+        exposed=0.4, compiled=True, **nothing,
+    )  # fmt: skip
+
+
+# By `ltx2rt compile --times` of LTX-2.5's distilled steps and diffusion decoder at 1920x1088x121,
+# on the chips' own meshes (docs/tpus.md). The share of neighbourhoods holds for the whole decoder:
+# its narrow products, too, reach less than a transformer's.
+COMPILED = (
+    _compiled("v6e", 0.68, 0.56, 0.032, 0.43),
+    _compiled("v7x", 0.87, 0.655, 0.036, 0.91),
+)
 
 
 def _tpu(
@@ -28,8 +49,9 @@ def _tpu(
     """A row of `KINDS`; size in bytes, rates in FLOP/s and bytes/s."""
     rates = flops, flops, memory, link
     return DeviceKind(
-        name, "tpu", "tpu", profile, size, *rates, COLLECTIVE_S, found_as, neighbours or {}
-    )
+        name, "tpu", "tpu", profile, size, *rates, COLLECTIVE_S, found_as, neighbours or {},
+        sustained=next((one for one in COMPILED if one.on == name), None),
+    )  # fmt: skip
 
 
 KINDS = (

@@ -110,6 +110,8 @@ def _basis(found: Estimate) -> str:
     """The origin of the time."""
     if found.basis == "bound" or (host := found.kind.sustained) is None:
         return "a bound from below by the data sheet"
+    if host.compiled:
+        return "by the compiler's code, not run"
     scaled = f"scaled from what was measured on {host.on}"
     how = "as measured" if found.basis == "measured" else scaled
     return f"{how}, with {found.outside_s:.2f} s outside of stages"
@@ -121,7 +123,9 @@ def _exchanges(found: Estimate) -> str:
     links, hidden = f"{kind.link_bytes_per_s / 1e9:g} GB/s", "none of it hidden"
     if kind.neighbours:
         links = "the links of its neighbours"
-    if any(c.hidden_s(kind) > 1e-6 for c in found.costs):
+    if kind.exposed < 1:
+        hidden = f"{1 - kind.exposed:.0%} of it hidden"
+    elif any(c.hidden_s(kind) > 1e-6 for c in found.costs):
         hidden = "less what passes under products of the other half of the tokens"
     return (
         f"exchanges: received / {links} and {kind.collective_s * 1e6:g} us each, {hidden}; "

@@ -28,7 +28,10 @@ class Sustained:
     on: the kind that was measured. products, quantised, attention: of the rate of products in
     bfloat16, in 8 bits, in bfloat16. memory: of kernels that multiply nothing. launch_s: of each
     kernel outside of recorded steps. result_bytes_per_s: frames on their way to the host. reload_s:
-    for each stage that reloads its weights. request_s: for a whole request.
+    for each stage that reloads its weights. request_s: for a whole request. neighbourhood: as
+    attention, of windows. moved: the share of the bytes of kernels that multiply nothing which the
+    compiler leaves, the rest is fused. exposed: the share of exchanges that is waited for.
+    compiled: the rates are by the compiler's code for the kind, nothing ran.
     """
 
     on: str
@@ -40,6 +43,10 @@ class Sustained:
     result_bytes_per_s: float
     reload_s: float
     request_s: float
+    neighbourhood: float = 0.0  # 0: as attention
+    moved: float = 1.0
+    exposed: float = 1.0
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,9 @@ class DeviceKind:
     sustained: Sustained | None = None
     under_load: bool = False
     attention_flops_per_s: float = 0.0  # 0: as products
+    neighbourhood_flops_per_s: float = 0.0  # 0: as attention
+    moved: float = 1.0  # as `Sustained` has both
+    exposed: float = 1.0
 
     def loaded(self) -> DeviceKind:
         """The kind at its sustained rates; itself where none are known."""
@@ -86,14 +96,20 @@ class DeviceKind:
             flops_per_s=s.products * self.flops_per_s,
             quantised_flops_per_s=s.quantised * self.quantised_flops_per_s,
             attention_flops_per_s=s.attention * self.flops_per_s,
+            neighbourhood_flops_per_s=s.neighbourhood * self.flops_per_s,
             memory_bytes_per_s=s.memory * self.memory_bytes_per_s,
+            moved=s.moved,
+            exposed=s.exposed,
         )
 
     def basis(self, devices: int) -> str:
         """The origin of times on `devices` devices: measured on this kind, scaled from the kind
-        that was, or a bound from the data sheet. No exchange between GPUs has been measured."""
+        that was, by the compiler's code, or a bound from the data sheet. No exchange between GPUs
+        has been measured."""
         if self.sustained is None:
             return "bound"
+        if self.sustained.compiled:
+            return "compiled"
         return "measured" if self.sustained.on == self.name and devices == 1 else "scaled"
 
     def exchange_s(self, collective: str, devices: int, count: int, received_bytes: int) -> float:

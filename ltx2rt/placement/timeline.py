@@ -101,6 +101,8 @@ class Timeline:
         rate = self.kind.quantised_flops_per_s if narrow else self.kind.flops_per_s
         if kind == "attention":
             rate = self.kind.attention_flops_per_s or rate
+        if node.op == "neighbourhood_attention":
+            rate = self.kind.neighbourhood_flops_per_s or rate
         moved = self.moved_bytes(node)
         length_s = flops / rate + moved / self.kind.memory_bytes_per_s
         self.events.append(Event(DEVICE, kind, node.op, self.clock_s, length_s, flops))
@@ -110,7 +112,8 @@ class Timeline:
         """Bytes that decoding a weight moves; under load every kernel that multiplies nothing."""
         every = self.kind.under_load and not node_flops(node)
         if node.op != "unpack":
-            return sum(v.type.nbytes for v in (*node.inputs, *node.outputs)) if every else 0
+            bytes_ = sum(v.type.nbytes for v in (*node.inputs, *node.outputs)) if every else 0
+            return round(self.kind.moved * bytes_)
         if self.decodes and ENCODINGS[node.attrs["encoding"]].group == 1:
             return 0
         return sum(v.type.nbytes for v in (*node.inputs, *node.outputs))
@@ -136,7 +139,7 @@ class Timeline:
             Event(track, "exchange", node.op, start_s, time_s, received_bytes=received)
         )
         self.travelled_s += time_s
-        self.link_s = start_s + time_s
+        self.link_s = start_s + self.kind.exposed * time_s
         for v in node.outputs:
             self.arrivals[v] = self.link_s
             if node.op != "all_reduce" or not self.hidden:

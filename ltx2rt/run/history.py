@@ -62,6 +62,8 @@ def by_plan(session: Session, plan: Plan) -> str | None:
     seconds = steps_s + session.outside_s(plan.stages, kind)
     if basis == "bound" or kind.sustained is None:
         return f"at least {seconds:.0f} s (by the data sheet of {kind.name})"
+    if basis == "compiled":
+        return f"about {seconds:.0f} s (by the compiler's code for {kind.name}, not run)"
     on = kind.sustained.on
     how = f"as measured on {on}" if basis == "measured" else f"scaled from what {on} took"
     return f"about {seconds:.0f} s ({how}, without the first load)"

@@ -59,16 +59,35 @@ def test_estimates_are_within_a_tenth_of_what_was_measured(empty, name):
 
 
 def test_a_price_is_of_all_devices_of_an_hour(empty):
-    """Times of several cards are scaled, for no exchange was measured; TPUs have bounds."""
+    """Times of several cards are scaled, for no exchange was measured; TPUs have the compiler's code or bounds."""
     clip = {"num_frames": 25, "width": 256, "height": 256}
     request = make_request("one-stage", prompt="a", seed=0, **clip)
     options = ModelOptions("cuda", empty("tiny-2.3"), dtype="bfloat16")
     for kind, basis, count in (
         ("2xh200", "scaled", 2),
         ("h100", "scaled", 1),
-        ("v6e-4", "bound", 4),
+        ("v6e-4", "compiled", 4),
+        ("v5e-4", "bound", 4),
     ):
         told = to_json(estimate(options, request, Devices(kind, price=3.0)))
         assert (told["basis"], told["devices"]) == (basis, count)
         assert told["clips_per_hour"] == pytest.approx(3600 / told["time_s"])
         assert told["price_per_clip"] == pytest.approx(3.0 * count / told["clips_per_hour"])
+
+
+@pytest.mark.parametrize("kind, topology", [("v7x-8", "tpu7x:2x2x1"), ("v6e-8", "v6e:2x4")])
+def test_a_step_on_tpus_takes_what_its_code_does(empty, kind, topology):
+    """Within 15 % of `compile --times`, on the same mesh, with and without hidden exchanges."""
+    rows = json.loads((ROOT / "benchmarks/results/tpu-compile.json").read_text())["rows"]
+    by_code = {
+        f"stage{row['stage']}": (sum(row["times_s"].values()), row["mesh"])
+        for row in rows
+        if row["cell"] in ("stage1-hd-2.5", "stage2-hd-2.5") and row["topology"] == topology
+    }
+    clip = {"num_frames": 121, "width": 1920, "height": 1088, "pipeline": "distilled"}
+    found = planned(empty("ltx-2.5"), kind, **clip)
+    assert found.basis == "compiled" and by_code
+    stages = {stage["name"]: stage["time_s"] for stage in to_json(found)["stages"]}
+    for stage, (seconds, mesh) in by_code.items():
+        assert found.session.backend.mesh == mesh
+        assert stages[stage] == pytest.approx(seconds, rel=0.15), stage
