@@ -35,6 +35,8 @@ HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 COMMON_RATES = (
     *(Fraction(n * 1000, 1001) for n in (24, 30, 60)), *map(Fraction, (24, 25, 30, 50, 60)),
 )  # fmt: skip
+# of animations and cameras, in whole frames a second
+MORE_RATES = tuple(map(Fraction, (5, 8, 10, 12, 15, 16, 18, 20, 48, 100, 120)))
 ALPHA = "its alpha channel is dropped, what it hides becomes visible"
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
 LONGEST_S = 7 * 24 * 3600  # the most of a variable rate; beyond it, timestamps are damaged
@@ -154,6 +156,17 @@ def _animated_info(path: Path, flag: str, most: int | None) -> VideoInfo:
     shown = timed.times_s[:most]
     how = {"varies": timed.varies, "resampled": timed.resampled, "ignored": (*hidden, *odd, *said)}
     return VideoInfo(width, height, len(shown), timed.fps, 0, False, shown, **how)
+
+
+def is_animated(path: Path) -> bool:
+    """Whether a PNG or a WebP has several pictures."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        start = file.read(4096)
+    return is_animated_webp(path) or (
+        start[1:4] == b"PNG" and b"acTL" in start.partition(b"IDAT")[0]
+    )
 
 
 def is_animated_webp(path: Path) -> bool:
@@ -287,9 +300,7 @@ def _rate(times: Sequence[Fraction], header: Sequence[Fraction | None]) -> Fract
     steps = sorted(b - a for a, b in pairwise(times) if b > a)
     if not steps:
         return None
-    rates = {
-        Fraction(rate) for rate in (*header, 1 / steps[len(steps) // 2], *COMMON_RATES) if rate
-    }
+    rates = {Fraction(rate) for rate in (*header, *COMMON_RATES, *MORE_RATES) if rate}
 
     def near(rate: Fraction) -> tuple[int, bool, Fraction]:
         """How many intervals it has; whether the header says it within what was rounded; how near."""

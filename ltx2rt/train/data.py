@@ -21,9 +21,16 @@ from ltx2rt.notes import note
 from ltx2rt.stages.source_video import usable_frames
 from ltx2rt.text_files import parse, read_json_lines, read_text
 
-VIDEOS = (".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif")
-IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".heic")  # clips of one frame
-SOUNDS = (".wav", ".flac", ".mp3", ".m4a", ".ogg", ".opus")
+VIDEOS = (
+    ".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif", ".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".wmv",
+    ".flv", ".3gp", ".ogv", ".vob", ".mxf", ".apng",
+)  # fmt: skip
+# clips of one frame, unless they are animated
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".heic", ".heif", ".avif", ".tif", ".tiff")
+SOUNDS = (
+    ".wav", ".flac", ".mp3", ".m4a", ".ogg", ".opus", ".aac", ".aif", ".aiff", ".caf", ".wma", ".amr", ".ac3",
+    ".mka", ".w64", ".wv",
+)  # fmt: skip
 COLUMNS = {  # names in a table, the official one first
     "video": ("video", "media_path", "video_path", "file_name", "file_path", "path", "image_path"),
     "caption": ("caption", "text", "prompt"),
@@ -180,11 +187,14 @@ def is_hidden(path: Path) -> bool:
 def _clips_of(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
     """Yield clips of a folder and its sub-folders, each with its references and masks."""
     own: list[Path] = []
+    unknown: list[Path] = []
     beside: defaultdict[Path, dict[str, Path]] = defaultdict(dict)
     for path in sorted(folder.rglob("*")):
         suffix, inner = path.suffix.lower(), path.relative_to(folder)
         hidden = any(map(is_hidden, (inner, *inner.parents[:-1])))
         if hidden or suffix not in VIDEOS + SOUNDS + IMAGES:
+            if not hidden and path.is_file() and suffix not in CAPTIONS and _text_file(path):
+                unknown.append(path)
             continue
         stem, _, kind = path.stem.rpartition(".")
         if stem and (kind := kind.lower()) in BESIDE:
@@ -192,6 +202,10 @@ def _clips_of(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
         else:
             own.append(path)
     shown = {p.with_suffix("") for p in own if p.suffix.lower() not in SOUNDS}
+    stems = {p.with_suffix("") for p in own}
+    for path in unknown:
+        if path.with_suffix("") not in stems:
+            note(f"{path}: has a caption, but its ending is not that of a clip; it is left out")
     for path in own:  # but for the sound of a clip
         if path.suffix.lower() not in SOUNDS or path.with_suffix("") not in shown:
             yield path, beside[path.with_suffix("")]

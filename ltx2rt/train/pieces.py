@@ -20,7 +20,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import read_rgb
 from ltx2rt.media.sound import read_sound
-from ltx2rt.media.video import VideoInfo
+from ltx2rt.media.video import VideoInfo, is_animated
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.stages.noise import uniform
@@ -115,7 +115,8 @@ def facts_of(path: Path, name: str, fps: Fraction | None = None) -> Facts:
 
 
 def is_still(path: Path) -> bool:
-    return path.suffix.lower() in IMAGES
+    """Whether it is an image of one frame, by its content."""
+    return path.suffix.lower() in IMAGES and not is_animated(path)
 
 
 def footage_of(path: Path, name: str) -> Footage:

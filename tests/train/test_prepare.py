@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from ltx2rt import cli
 from ltx2rt.media.mp4 import write_mp4
@@ -19,7 +20,7 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.train.data import Bucket, CaptionedClip, parse_rate, read_clips
 from ltx2rt.train.encode import Piece
 from ltx2rt.train.manifest import read_arrays, read_manifest
-from ltx2rt.train.pieces import checked, facts_of
+from ltx2rt.train.pieces import checked, facts_of, footage_of, is_still
 from ltx2rt.train.prepare import _held_out
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.weights.files import write_arrays
@@ -68,7 +69,7 @@ def write_clip(path, frames: int, width: int = 64, height: int = 64):
 
 def piece_of(path, frames, place=(0.5, 0.5)):
     size = type("Geometry", (), {"size_px": (64, 64)})()
-    return Piece(path, size, None, frames=frames, place=place)  # pyright: ignore
+    return Piece(footage_of(path, "clip"), size, None, frames=frames, place=place)  # pyright: ignore
 
 
 def test_pieces_of_a_longer_clip(pieces, tmp_path):
@@ -351,3 +352,17 @@ def test_a_damaged_list_of_samples_is_refused(cache, tmp_path, change, said):
     (tmp_path / "manifest.jsonl").write_text(f"{head}\n{row}\n")
     with refuses(rf"^--data: .*manifest\.jsonl is damaged.*{re.escape(said)}"):
         read_manifest(tmp_path, json.loads(head)["model"])
+
+
+def test_no_captioned_file_is_passed_over_without_a_word(tmp_path, capsys):
+    """Cameras' endings in any case are clips, an animated picture is no still, others are named."""
+    for name in ("a.MTS", "b.webp", "c.aiff", "d.tiff", "e.xyz"):
+        (tmp_path / name).write_bytes(b"x")
+        (tmp_path / name).with_suffix(".txt").write_text("a square")
+    frames = [Image.new("RGB", (32, 32), (20 * i, 0, 0)) for i in range(4)]
+    frames[0].save(tmp_path / "b.webp", save_all=True, append_images=frames[1:], duration=40)
+    clips, faults = read_clips(tmp_path)
+    assert [clip.name for clip in clips] == ["a.MTS", "b.webp", "c.aiff", "d.tiff"] and not faults
+    assert "e.xyz: has a caption, but its ending" in capsys.readouterr().err
+    assert not is_still(tmp_path / "b.webp") and is_still(tmp_path / "d.tiff")
+    assert facts_of(tmp_path / "b.webp", "b").rate == 25
