@@ -47,7 +47,7 @@ from ltx2rt.pipelines import FIRST, pipeline, pipelines
 from ltx2rt.pipelines.groups.seeds import draw_seed
 from ltx2rt.pipelines.groups.size import Length, Pixels
 from ltx2rt.pipelines.groups.text import Prompt
-from ltx2rt.pipelines.recipes import PRESETS, recipe
+from ltx2rt.pipelines.recipes import PRESETS, drafted, recipe
 from ltx2rt.pipelines.request import Request, wanted_kind
 from ltx2rt.run import history
 from ltx2rt.run.files import Files
@@ -76,10 +76,12 @@ def run(
     checkpoint: Checkpoint,
     remarks: Sequence[str] = (),
     times: Path | None = None,
+    draft: Request | None = None,
 ) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError
     before any weight is read. request, checkpoint: as `prepared` gives them; remarks: sentences to
-    print before; times: file with the times of earlier runs."""
+    print before; times: file with the times of earlier runs; draft: the request as a
+    draft."""
     from ltx2rt.run.preview import previewing  # imports Pillow
 
     stages = partial(resolved_stages, options=options, request=request)
@@ -99,7 +101,7 @@ def run(
     run_key = history.alike(session, plan, files.warmup)
     known = history.expected(times, run_key) if times else None
     if main and times and (line := known or history.by_plan(session, plan)):
-        note(line, prefix="")
+        note(f"{line}{history.of_draft(session, plan, draft)}", prefix="")
     folder = parts_folder(files, plan.request)
     beside = files.output if stream is not None and stream.isatty() else None
     with ExitStack() as during:
@@ -293,6 +295,7 @@ def main(args: argparse.Namespace) -> int | None:
     request.check()
     named = any(word.partition("=")[0] == "--pipeline" for word in args.argv)
     options = located(options, wanted_by(type(request)), wanted_kind(request, named))
+    draft = drafted(request)
     # torch and jax take seconds to import
     checkpoint, request = prepared(options, request, written)
     factory = get_factory(options.backend)
@@ -316,7 +319,7 @@ def main(args: argparse.Namespace) -> int | None:
         because = args.because.replace("_", "-").replace("and ", "and --")
         remarks.insert(0, f"pipeline {request.name}, because of --{because}")
     times = cache_folder(os.environ) / "runs.jsonl" if args.own_process else None
-    run(options, request, written, checkpoint, remarks, times)
+    run(options, request, written, checkpoint, remarks, times, draft)
 
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:

@@ -10,7 +10,7 @@ import os
 import re
 from argparse import SUPPRESS
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import Field
+from dataclasses import Field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from ltx2rt.media.output import STILLS, picture_comment
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, chosen, pipeline, pipelines, readers, sound_alone
 from ltx2rt.pipelines.earlier import EMPTY, current, require_known
-from ltx2rt.pipelines.groups.size import with_sides
+from ltx2rt.pipelines.groups.size import Size, with_sides
 from ltx2rt.pipelines.groups.source_clip import SourceClip
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import MEMORY, ModelOptions, parse_distilled, parse_lora, parse_part
 from ltx2rt.suggest import nearest
 from ltx2rt.text_files import mismatch, parse, read_toml
@@ -67,6 +68,16 @@ def recipe(
         note(f"left out, for the {name} pipeline does not read them: {', '.join(said)}")
     found = {"pipeline": name} | found
     return {field: found[field] for field in found if field not in (*given, *unread)}
+
+
+def drafted(request: Request) -> Request | None:
+    """The request as --preset draft makes it; None for one that has no size to choose, or is a
+    preset's already."""
+    if not request.has(Size) or request.quality or request.width or request.height:
+        return None
+    makes_all = request.name in (FIRST, PRESETS["best"]["pipeline"])
+    found = request.made_by(pipeline(PRESETS["draft"]["pipeline"])) if makes_all else request
+    return replace(found, quality="draft")
 
 
 def with_recipe(name: str | None, given: Mapping[str, Any], **sources: Any) -> dict[str, Any]:

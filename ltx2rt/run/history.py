@@ -12,12 +12,15 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.errors import InputError
+from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.devices import known_kind
-from ltx2rt.run.plan import Plan
+from ltx2rt.run.plan import Plan, make_plan
 from ltx2rt.session.session import Session
 from ltx2rt.system import AT_ONCE, WRITE, opened_at_once
 from ltx2rt.text_files import parse
 
+LONG_S = 120  # a run that takes longer says what a draft would take
 LAST, READ_BYTES, MOST_BYTES = 3, 2**16, 2**20
 
 
@@ -52,14 +55,34 @@ def expected(file: Path, key: list[Any]) -> str | None:
     return f"about {sum(last) / len(last):.0f} s ({runs} took {took} s here)"
 
 
-def by_plan(session: Session, plan: Plan) -> str | None:
-    """A sentence with the planned time and its basis; None without a data sheet."""
+def planned_s(session: Session, plan: Plan) -> float | None:
+    """Seconds of a run by the plan; None without a data sheet."""
     info = session.backend.device()
     if (kind := known_kind(info.kind, info.name, info.total_bytes)) is None:
         return None
+    steps_s = sum(c.steps * c.time_s(kind.loaded()) for c in session.costs(plan.stages))
+    return steps_s + session.outside_s(plan.stages, kind.loaded())
+
+
+def of_draft(session: Session, plan: Plan, draft: Request | None) -> str:
+    """Words about how long the same as a draft takes, where the run takes over `LONG_S` by the plan
+    and the draft is faster."""
+    seconds = planned_s(session, plan) or 0
+    if seconds <= LONG_S or draft is None:
+        return ""
+    with suppress(InputError):
+        less = planned_s(session, make_plan(session, draft)) or seconds
+        return f"; --preset draft: about {less:.0f} s" if less < seconds else ""
+    return ""
+
+
+def by_plan(session: Session, plan: Plan) -> str | None:
+    """A sentence with the planned time and its basis; None without a data sheet."""
+    info = session.backend.device()
+    kind, seconds = known_kind(info.kind, info.name, info.total_bytes), planned_s(session, plan)
+    if kind is None or seconds is None:
+        return None
     basis, kind = kind.basis(prod(session.backend.mesh.values())), kind.loaded()
-    steps_s = sum(c.steps * c.time_s(kind) for c in session.costs(plan.stages))
-    seconds = steps_s + session.outside_s(plan.stages, kind)
     if basis == "bound" or kind.sustained is None:
         return f"at least {seconds:.0f} s (by the data sheet of {kind.name})"
     if basis == "compiled":

@@ -1,8 +1,17 @@
 """Times of earlier runs: alike ones count, and a damaged file stops nothing."""
 
 import os
+from dataclasses import replace
 
-from ltx2rt.run.history import MOST_BYTES, expected, keep
+import pytest
+
+from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.recipes import drafted
+from ltx2rt.placement.devices import device_kind
+from ltx2rt.run.estimate import datasheet_session
+from ltx2rt.run.history import MOST_BYTES, expected, keep, of_draft
+from ltx2rt.run.plan import make_plan
+from ltx2rt.session.options import ModelOptions
 
 
 def test_only_runs_alike_count_and_damage_is_passed_over(tmp_path):
@@ -30,3 +39,15 @@ def test_a_file_that_cannot_be_written_stops_nothing_and_a_full_one_begins_again
     full.write_bytes(b"\n" * (MOST_BYTES + 1))
     keep(full, [], 1)
     assert full.stat().st_size < 100 and expected(full, [])
+
+
+@pytest.mark.parametrize(("kind", "says"), [("rtx3060", True), ("h200", False)])
+def test_a_long_run_says_how_long_a_draft_takes(released, kind, says):
+    options = ModelOptions("cuda", released("distilled", preset="ltx-2.5", empty=True))
+    session = datasheet_session(replace(options, dtype="bfloat16"), device_kind(kind), 1)
+    request = make_request(None, prompt="a fox", seed=1, num_frames=121)
+    plan = make_plan(session, request)
+    said = of_draft(session, plan, drafted(request))
+    assert said.startswith("; --preset draft: about ") == says and bool(said) == says
+    assert drafted(replace(request, quality="draft")) is None
+    assert drafted(replace(request, width=512)) is None
