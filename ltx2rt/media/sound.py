@@ -285,7 +285,7 @@ class _Track:
         return late_s if late_s > SYNC_S else 0.0
 
     def sentences(self) -> Iterator[str]:
-        """What is mixed, missing or shorter than it should be."""
+        """Sentences about sound that is mixed, missing or shorter than its header says."""
         if self.mixed:
             yield f"its sound ({self.mixed}) is mixed to stereo"
         if self.lost:

@@ -130,7 +130,7 @@ def _sides(streams: Sequence[Any]) -> list[Any]:
 
 
 def _eligible(streams: Sequence[Any], number: int | None, kind: str) -> list[Any]:
-    """Those to choose from: the one of that number, or the default ones that can be decoded."""
+    """The streams to choose from: the numbered one, or the default ones that can be decoded."""
     from av.stream import Disposition
 
     if number is not None and number > len(streams):

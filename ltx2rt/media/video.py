@@ -35,7 +35,7 @@ HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 COMMON_RATES = (
     *(Fraction(n * 1000, 1001) for n in (24, 30, 60)), *map(Fraction, (24, 25, 30, 50, 60)),
 )  # fmt: skip
-# of animations and cameras, in whole frames a second
+# frames a second, usual for animations and cameras
 MORE_RATES = tuple(map(Fraction, (5, 8, 10, 12, 15, 16, 18, 20, 48, 100, 120)))
 ALPHA = "its alpha channel is dropped, what it hides becomes visible"
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
@@ -90,7 +90,7 @@ def video_info(
 
 
 def folder_frames(path: Path) -> list[Path]:
-    """The pictures of a folder, of EXR alone if there are any, in the order of the numbers in their
+    """The pictures of a folder, only of EXR if there are any, in the order of the numbers in their
     names; empty for a file."""
     found = [file for file in path.iterdir() if file.name[0] != "."] if path.is_dir() else []
     kept = [f for f in found if is_exr(f)] or [f for f in found if f.suffix.lower() in PICTURES]

@@ -175,8 +175,8 @@ def test_a_picture_that_ends_before_its_sound_by_an_edit_list_is_whole(tmp_path)
 
 
 @pytest.mark.parametrize("size, said", [((1280, 64), True), ((64, 720), True), ((854, 480), False)])
-def test_large_pictures_without_a_matrix_are_those_of_players(tmp_path, size, said):
-    """BT.709 from 1280 columns or 720 lines on, as it is said; else BT.601."""
+def test_large_pictures_without_a_matrix_look_as_in_players(tmp_path, size, said):
+    """BT.709 from 1280 columns or 720 lines on, with a line; else BT.601."""
     from av.video.reformatter import Colorspace
 
     how = Colorspace.ITU709 if said else Colorspace.ITU601
