@@ -1,15 +1,20 @@
 """LTX-2.5 as people have it: the folders of the release, with which files side by side."""
 
 import json
+import re
+import shlex
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import ANY
 
 import numpy as np
 import pytest
+from PIL import Image
 from safetensors.numpy import load_file
 
 from ltx2rt.backend import DeviceInfo
+from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.estimate import Devices, estimate
 from ltx2rt.serve.admission import Admission
@@ -317,3 +322,24 @@ def test_a_damaged_transformer_is_no_candidate(released, made):
     found = open_checkpoint(folder)
     assert found.distilled is None and found.source("transformer").where.name.count("dev")
     assert any(str(damaged) in line for line in found.unreadable)
+
+
+def test_the_first_commands_of_the_readme_work_on_the_distilled_files(
+    released, command, tmp_path, monkeypatch
+):
+    """As they are typed, beside the files that they name; the clips are made at a small size."""
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = text.partition("## With a real checkpoint")[2].partition("## Serve")[0]
+    found = re.findall(r"^ltx2rt (.*MODEL_DIR.*)$", text, re.MULTILINE)[:5]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "MODEL_DIR").symlink_to(released("distilled"))
+    Image.linear_gradient("L").convert("RGB").save("fox.png")
+    write_wav(tmp_path / "song.wav", np.full((2, 8000), 0.1, np.float32), 16000)
+    for line in found:
+        words = shlex.split(line)
+        small = ["--size", "64x64", "--device", "cpu"] if words[0] == "generate" else []
+        small += ["--num-frames", "9"] if small and "--audio" not in words else []
+        status, _, err = command(*words, *small)
+        assert status == 0, (line, err)
+        assert not small or "distilled" in err
+    assert {path.name for path in tmp_path.glob("*.mp4")} == {"fox.mp4", "photo.mp4", "song.mp4"}
