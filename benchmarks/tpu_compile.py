@@ -112,16 +112,23 @@ PROGRAMS = {  # name -> flags, target
     "diffusion-features": (f"{DIFFUSION} --component diffusion-features", DECODE),
     "diffusion-decoder": (f"{DIFFUSION} --component diffusion-decoder", DECODE),
 }
+
+
+def sized(flags: str) -> str:
+    """The flags at the size of the table's other rows, unless they have one."""
+    return flags if "--width" in flags else f"{flags} --width 768 --height 512"
+
+
 CELLS = tuple(
     cell
     for where, (target, peers) in STEP_2_0.items()
     for cell in (
         Cell(
-            "step-2.0", where, "--preset ltx-2.0 --component denoise-step --stage 2 --branches 2",
-            target, peers,
+            "step-2.0", where,
+            sized("--preset ltx-2.0 --component denoise-step --stage 2 --branches 2"), target, peers,
         ),
         *(
-            Cell(name, where, flags, aim, counted=name.startswith("diffusion"))
+            Cell(name, where, sized(flags), aim, counted=name.startswith("diffusion"))
             for name, (flags, aim) in PROGRAMS.items()
         ),
     )
