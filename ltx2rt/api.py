@@ -171,7 +171,7 @@ class Session:
             files.check(inputs=[*session.asked.files, *session.checkpoint.files, *request.files])
             preview = files.preview
         if parts and request.seed is None:
-            request = replace(request, seed=seed_of(parts))
+            request = replace(request, seed=seed_of(parts, request))
         request = request.kept_in(parts) if parts else request
         if request.high_range:
             raise InputError(

@@ -19,7 +19,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.atomic_file import require_space
+from ltx2rt.atomic_file import remove_abandoned, require_space
 from ltx2rt.backend import get_factory, keep_compiled
 from ltx2rt.commands.options import (
     given_fields,
@@ -106,6 +106,8 @@ def run(
     beside = files.output if stream is not None and stream.isatty() else None
     with ExitStack() as during:
         during.enter_context(made.kept_in(folder, files.output, steps=files.latents_out is None))
+        for path in files.all(plan.request.seeds) if main else ():
+            remove_abandoned(path.parent, {path.name})
         if folder and main and files.latents_out and plan.request.in_segments:
             check_records(plan.request, folder)
         keep = main and files.latents_out is not None
@@ -283,7 +285,7 @@ def main(args: argparse.Namespace) -> int | None:
     folder = parts_folder(written, request)
     check_files(request, written)
     if request.seed is None:  # ranks that this one starts need the same
-        kept = seed_of(folder) if folder else None
+        kept = seed_of(folder, request) if folder else None
         request = replace(request, seed=draw_seed() if kept is None else kept)
         args.argv = [*args.argv, "--seed", str(request.seed)]
     named = written.named(".mp4" if request.has(Pixels) else ".wav", request.seeds)

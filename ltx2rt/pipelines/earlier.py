@@ -37,7 +37,7 @@ class Gone:
 # for every pipeline that does not read the field; some are read by others
 GONE = {
     "attention_density": Gone("0.1.0", (1,)),
-    "attention_block": Gone("0.1.0", ANY),  # of attention_density
+    "attention_block": Gone("0.1.0", ANY),  # read with attention_density
     "attention_dense": Gone("0.1.0", ANY),
     "segments": Gone("0.1.0"),
     "guidance_interval": Gone("0.1.0"),
@@ -89,7 +89,7 @@ def _neutral(field: str, value: Any) -> bool:
 
 
 def _length(stored: dict[str, Any], read: frozenset[str]) -> dict[str, Any]:
-    """With the frames of the clip, and of its segments: `num_frames` were a segment's beside
+    """State the frames of the clip, and of its segments: `num_frames` were a segment's beside
     `segments`, their number, and `length`, in seconds. Of seconds beside frames the frames count."""
     found = dict(stored)
     count, seconds, frames = (found.get(k) for k in ("segments", "length", "num_frames"))
@@ -115,7 +115,7 @@ def _length(stored: dict[str, Any], read: frozenset[str]) -> dict[str, Any]:
 
 
 def _skips(stored: dict[str, Any], read: frozenset[str]) -> dict[str, Any]:
-    """With `skip_step` for those of video and sound, where both are the same or there was one."""
+    """Give `skip_step` for the skips of video and sound, where both are the same or there was one."""
     names = [name for name in ("video_skip_step", "audio_skip_step") if name in stored]
     each = {int(stored[name] or 0) for name in names}
     if "skip_step" not in read or len(each) != 1 or each == {0}:

@@ -191,7 +191,7 @@ def _of_clip(
         unread = asked and field not in flagged(*types, pipeline(asked))
         found[field] = value if unread else _restored(path, known[field], value)
     if pipeline(name).has(SourceClip) and not Path(found.get("video_path", "")).is_dir():
-        found.pop("fps", None)  # that of the file
+        found.pop("fps", None)  # the file decides it
     return found
 
 
@@ -231,7 +231,7 @@ def _file(clip: Path, f: Field, stated: Any) -> Path:
     if not name or PLAIN.fullmatch(name) is None:
         wrong = f"names a file of --{flag} in a way that ltx2rt does not write"
         raise InputError(f"--like: {clip} {wrong}; give the flag")
-    folder = f.metadata["flag"].file in ("folder", "video")  # of a Gemma, of numbered pictures
+    folder = f.metadata["flag"].file in ("folder", "video")  # a Gemma, numbered pictures
     for path in (clip.parent / name, Path(name)):
         there = path.is_file() or (folder and path.is_dir())
         if there and same_digest(path, stated.get("digest", "")):

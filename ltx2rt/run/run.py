@@ -57,10 +57,14 @@ class Run:
 
     @contextmanager
     def kept_in(
-        self, folder: Path | None, output: Path | None = None, steps: bool = True
+        self,
+        folder: Path | None,
+        output: Path | None = None,
+        steps: bool = True,
+        own: bool = False,
     ) -> Iterator[None]:
         """Keep finished segments and `steps` in a folder, None: nowhere; if the output is known
-        encode segments meanwhile."""
+        encode segments meanwhile. own: as of `claimed`."""
         with ExitStack() as during:
             self.folder = folder if steps else None
             if folder and self.is_main:
@@ -68,7 +72,7 @@ class Run:
                     text = f"--output: another run is writing {output or folder}"
                     raise InputError(f"{text}; wait for it, or choose another name")
                 during.enter_context(held)
-                claim = claimed(self.session, self.plan, folder)
+                claim = claimed(self.session, self.plan, folder, own)
                 self.claim = partial(during.enter_context, claim)
                 if self.request.in_segments or folder.exists():
                     self.claim()

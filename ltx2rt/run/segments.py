@@ -4,30 +4,39 @@ of the very same request, model and versions; it removes steps of another run, a
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.atomic_file import alone_in, remove_left, replacing
-from ltx2rt.errors import InputError, concerning
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flagged
 from ltx2rt.notes import note
+from ltx2rt.pipelines import pipeline
+from ltx2rt.pipelines.earlier import current
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import UNNAMED, Files
 from ltx2rt.run.plan import Plan
 from ltx2rt.run.recording import CLIP, STREAM
 from ltx2rt.run.report import comment, written
+from ltx2rt.session.options import plain
 from ltx2rt.session.session import Session
 from ltx2rt.stages.kept_steps import STEPS, latest
+from ltx2rt.stages.segments import LOOK, MEL, RECORD
 from ltx2rt.text_files import read_json
+from ltx2rt.weights.digests import SHORT_DIGEST
 
 REQUEST = "request.json"
-PART = "[0-9][0-9][0-9][0-9].*"  # frames and samples, and the mel that these were made of
+STEPS_ALONE = ".part"  # suffix of a folder without segments
+SUFFIXES = (".mov", LOOK, MEL, RECORD)
+PART = "[0-9][0-9][0-9][0-9]"  # the number of a segment, in the names of its files
 
 
 def folder_of(output: Path, in_segments: bool = True) -> Path:
     """Where the segments of an output, or its finished steps, are kept until it is whole."""
-    return output.parent / f"{output.name}.{'segments' if in_segments else 'part'}"
+    return output.parent / f"{output.name}{'.segments' if in_segments else STEPS_ALONE}"
 
 
 def check_files(request: Request, files: Files) -> None:
@@ -46,17 +55,20 @@ def check_records(request: Any, folder: Path) -> None:
             )
 
 
-def seed_of(folder: Path) -> int | None:
-    """The seed of the run that left segments; None where there is none."""
+def seed_of(folder: Path, request: Request) -> int | None:
+    """The seed of the run that left segments or steps of this prompt; None without one."""
     with suppress(InputError):
-        return read_json(folder / REQUEST, {"seed": int})["seed"]
+        found = read_json(folder / REQUEST, {"seed": int, "prompt": str, "settings": dict})
+        same = found["settings"].get("pipeline") == request.name
+        return found["seed"] if same and found["prompt"] == request.prompt else None
     return None
 
 
 @contextmanager
-def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
+def claimed(session: Session, plan: Plan, folder: Path, own: bool = False) -> Iterator[None]:
     """Have the folder for the plan's clip alone, and say what is kept in it if the run is stopped.
-    Raises InputError if it holds segments of another clip, or another run is at it."""
+    own: it is a server's, and no user's. Raises InputError if it holds segments of another clip, or
+    another run is at it."""
     segmented = plan.request.in_segments
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,7 +81,7 @@ def claimed(session: Session, plan: Plan, folder: Path) -> Iterator[None]:
         ) from error
     with alone_in(folder, "--output"):
         asked = comment(session, plan.request, 0) | {"files": written(session, plan)}
-        _check(json.loads(json.dumps(asked)), folder, segmented)
+        _check(json.loads(json.dumps(asked)), folder, segmented, own)
         unnamed = folder.name.startswith(f"{UNNAMED}-")
         named = f" with --output {folder.with_suffix('')}" if unnamed else ""
         try:
@@ -92,12 +104,19 @@ def _kept(request: Request, folder: Path) -> Iterator[str]:
         yield f"{done} of {of} steps of {stage}"
 
 
-def _check(asked: Any, folder: Path, segmented: bool) -> None:
-    path = folder / REQUEST
-    with concerning("--output"):
-        found = read_json(path, dict, "remove the folder") if path.exists() else None
-    if found not in (None, asked) and not segmented:
-        note(f"steps of another run are removed ({_difference(found, asked)})")
+def _check(asked: Any, folder: Path, segmented: bool, own: bool) -> None:
+    """own: the folder is no user's, and segments of another run in it are removed."""
+    path, found = folder / REQUEST, None
+    if os.path.lexists(path):
+        try:
+            found = _as_now(read_json(path, dict, "remove the folder"), asked, segmented)
+        except InputError as error:
+            if segmented and not own:
+                raise InputError(f"--output: {error}") from None
+            found = {"its request": str(error)}
+    if found not in (None, asked) and (own or not segmented):
+        kept = "segments" if segmented else "steps"
+        note(f"{kept} of another run are removed ({_difference(found, asked)})")
         discard(folder, last=False)
         found = None
     if found is None:
@@ -112,6 +131,41 @@ def _check(asked: Any, folder: Path, segmented: bool) -> None:
         )
 
 
+def _as_now(found: dict[str, Any], asked: Any, segmented: bool) -> dict[str, Any]:
+    """The request that an earlier release stored as this one states it: its settings, and those
+    that it lacks. Segments, but no steps, of other versions are used."""
+    settings, now = found.get("settings"), asked["settings"]
+    if not isinstance(settings, dict):
+        return found
+    options = _dict(settings.get("options"))
+    options = now["options"] | {key: x for key, x in options.items() if key in now["options"]}
+    settings = current(now["pipeline"], settings) | {"options": options}
+    for name, f in flagged(pipeline(now["pipeline"])).items():
+        if name in now and name not in settings and now[name] == plain(f.default):
+            settings[name] = now[name]
+    found = _same_files({"files": asked["files"]} | found | {"settings": settings}, asked)
+    if segmented and (before := _dict(found.get("versions"))) != asked["versions"]:
+        found["versions"] = asked["versions"]
+        if found == asked:
+            note(
+                f"segments of version {before.get('ltx2rt')} are there; later ones are of this one"
+            )
+    return found
+
+
+def _same_files(found: Any, asked: Any) -> Any:
+    """Put today's digests in place of the shorter ones that version 0.1 made, for the same names."""
+    if not (isinstance(found, dict) and isinstance(asked, dict)):
+        return found
+    changed = {key: _same_files(x, asked.get(key)) for key, x in found.items()}
+    short = len(str(found.get("digest"))) == SHORT_DIGEST and found.get("name") == asked.get("name")
+    return changed | ({"digest": asked.get("digest")} if short else {})
+
+
+def _dict(found: Any) -> dict[str, Any]:
+    return found if isinstance(found, dict) else {}
+
+
 def _difference(found: Any, asked: Any, name: str = "") -> str:
     """The first thing that differs, with both of its values."""
     if isinstance(found, dict) and isinstance(asked, dict):
@@ -124,9 +178,12 @@ def _difference(found: Any, asked: Any, name: str = "") -> str:
 def discard(folder: Path, last: bool = True) -> None:
     """Remove segments and steps, and if it is the `last` time the empty folder."""
     remove_left(folder)
-    recorded = (folder / STREAM, *folder.glob(f"{CLIP}.m??"), *folder.glob(f"*{STEPS}"))
-    for path in (*folder.glob(PART), *recorded, folder / REQUEST):
-        path.unlink(missing_ok=True)
+    own = [f"*{STEPS}", REQUEST]
+    if folder.suffix != STEPS_ALONE:
+        own += [*(f"{PART}{suffix}" for suffix in SUFFIXES), STREAM, f"{CLIP}.m??"]
+    for path in (path for pattern in own for path in folder.glob(pattern)):
+        with suppress(IsADirectoryError):  # a user's
+            path.unlink(missing_ok=True)
     if last:
         with suppress(OSError):
             folder.rmdir()

@@ -188,7 +188,7 @@ def attempt(
     try:
         made, result = planned(session, own, job), {}
         made.marks = marks
-        with made.kept_in(segments_of(job), Path(job["stem"] + CLIP)):
+        with made.kept_in(segments_of(job), Path(job["stem"] + CLIP), own=True):
             made.make(on_progress=progress, cancelled=cancelled, look=look)
             if made.is_main:
                 result = _published(made, job)

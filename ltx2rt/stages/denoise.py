@@ -267,7 +267,7 @@ class Denoise(Stage):
         carried = [f"{m}_{name}" for m in self.made for name in ("latent", *CARRIED[self.stepping])]
         counts = [min(call.steps or 0, state.max_steps or self.steps()) for call in calls]
         kept = KeptSteps(session.backend, state, self.noise.prefix + self.name, sum(counts))
-        first, found_there = kept.read()
+        first, found_there = kept.read({name: feeds[name] for name in carried})
         feeds |= found_there
         if first < sum(counts):
             session.load(calls[0])

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from ltx2rt.stages.stage import State
 from ltx2rt.weights.files import TensorFile, write_arrays
 
 STEPS, COUNT = ".steps", "steps"  # suffix of the files; the tensor of (finished, all) steps
+DIGEST = "digest"  # the tensor that covers all others
 EVERY_S = 10.0
 STOPPED = (KeyboardInterrupt, SystemExit, Cancelled)
 
@@ -44,15 +46,17 @@ class KeptSteps:
         self._values: Callable[[], dict[str, np.ndarray]] = dict
         self._saved_s = time.monotonic()
 
-    def read(self) -> tuple[int, dict[str, np.ndarray]]:
-        """Number of finished steps, and their state; 0 unless all processes find the file."""
+    def read(self, begun: Mapping[str, np.ndarray]) -> tuple[int, dict[str, np.ndarray]]:
+        """Number of finished steps, and the loop's state after them; 0 unless all processes find
+        the file whole. begun: the state before the first step."""
         if self.path is None:
             return 0, {}
         values: dict[str, np.ndarray] = {}
-        if self.path.exists():
+        if self.path.is_dir():
+            raise InputError(f"{self.path} is a folder; move it, or choose another name")
+        if os.path.lexists(self.path):
             try:
-                file = TensorFile(self.path)
-                values = {name: file.read(name) for name in file.names()}
+                values = _whole(self.path, begun, self.of)
             except InputError as error:
                 note(f"{error}; the stage begins at its first step")
         if self.backend.agree(COUNT not in values):
@@ -71,9 +75,9 @@ class KeptSteps:
             return
         if not self.path.parent.exists():
             self.claim()
-        count = {COUNT: np.array([self.done, self.of], np.int32)}
+        values = self._values() | {COUNT: np.array([self.done, self.of], np.int32)}
         with durable(self.path) as partial:
-            write_arrays(partial, self._values() | count)
+            write_arrays(partial, values | {DIGEST: _digest(values)})
         self.saved, self._saved_s = self.done, time.monotonic()
 
     @contextmanager
@@ -86,11 +90,43 @@ class KeptSteps:
             raise
 
 
+def _digest(values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """u8[32]: the digest of all bytes, in the order of the tensors' names."""
+    found = sha256()
+    for name in sorted(values):
+        found.update(name.encode())
+        found.update(np.ascontiguousarray(values[name]).data.cast("B"))
+    return np.frombuffer(found.digest(), np.uint8)
+
+
+def _whole(path: Path, begun: Mapping[str, np.ndarray], of: int) -> dict[str, np.ndarray]:
+    """The tensors of a file of steps. begun: some with these names, shapes and types; of: the number
+    of all steps. Raises InputError for a file that is not as it was written."""
+    if not path.is_file():
+        raise InputError(f"{path} is no regular file")
+    file = TensorFile(path)
+    values = {name: file.read(name) for name in file.names()}
+    digest = values.pop(DIGEST, None)
+    form = {name: (x.shape, x.dtype) for name, x in values.items()}
+    expected = {name: (x.shape, x.dtype) for name, x in begun.items()}
+    if form != expected | {COUNT: ((2,), np.dtype(np.int32))}:
+        whole = False
+    elif digest is None:  # an earlier version wrote it
+        whole = all(np.isfinite(x).all() for x in values.values())
+    else:
+        whole = np.array_equal(digest, _digest(values))
+    if not whole or not 0 < values[COUNT][0] <= values[COUNT][1] == of:
+        raise InputError(f"{path} is damaged")
+    return values
+
+
 def latest(folder: Path) -> tuple[str, int, int] | None:
     """The stage of a folder that was written last, with its numbers of finished and all steps."""
-    files = sorted(folder.glob(f"*{STEPS}"), key=lambda path: path.stat().st_mtime_ns)
+    files = sorted(folder.glob(f"*{STEPS}"), key=lambda path: path.lstat().st_mtime_ns)
     for path in reversed(files):
-        with suppress(InputError, KeyError, TypeError):  # a damaged file counts for nothing
+        with suppress(ValueError, KeyError, TypeError):  # a damaged file counts for nothing
+            if not path.is_file():
+                continue
             done, of = TensorFile(path).read(COUNT)
             return path.name.removesuffix(STEPS), int(done), int(of)
     return None

@@ -14,7 +14,7 @@ from ltx2rt.system import identity, opened_at_once, pread
 from ltx2rt.weights.files import SHARD_INDEX, WEIGHTS, open_one, read_index
 from ltx2rt.weights.gguf import split_parts
 
-SHORT_BYTES = 2**27  # of a header
+SHORT_DIGEST, SHORT_BYTES = 12, 2**27  # that a header may have
 SAMPLE_BYTES, WHOLE_BYTES, SAMPLES = 2**12, 2**26, 2**12  # see `digest`
 
 
@@ -44,7 +44,7 @@ def digest(path: str | os.PathLike[str]) -> str:
 
 def same_digest(path: Path, stated: str) -> bool:
     """Whether a file or folder has the digest that a clip states, also of an earlier version."""
-    return stated == (_short(path) if len(stated) == 12 else digest(path))
+    return stated == (_short(path) if len(stated) == SHORT_DIGEST else digest(path))
 
 
 def _short(path: Path) -> str:
@@ -53,12 +53,12 @@ def _short(path: Path) -> str:
     if path.is_dir():
         inner = sorted(p for p in path.rglob("*") if p.suffix in WEIGHTS and p.is_file())
         lines = (f"{file.relative_to(path)} {_short(file)}\n" for file in inner)
-        return sha256("".join(lines).encode()).hexdigest()[:12]
+        return sha256("".join(lines).encode()).hexdigest()[:SHORT_DIGEST]
     with open(path, "rb", opener=opened_at_once) as file:
         start, size = file.read(8), os.fstat(file.fileno()).st_size
         header = int.from_bytes(start, "little") if path.suffix == ".safetensors" else 2**20 - 8
         found = sha256(f"{size} ".encode() + start + file.read(min(header, SHORT_BYTES)))
-    return found.hexdigest()[:12]
+    return found.hexdigest()[:SHORT_DIGEST]
 
 
 @lru_cache(maxsize=4096)

@@ -4,6 +4,8 @@ The folders in `tests/earlier` were written by these releases, see `tests/earlie
 """
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,8 @@ from ltx2rt.session.options import ModelOptions, plain
 EARLIER = Path(__file__).parents[1] / "earlier"
 RELEASES = sorted(path.name for path in EARLIER.iterdir() if path.is_dir())
 MODEL = Path(__file__).parents[2] / "examples" / "tiny-trained"
-NAMES = {".media": "v.mp4", "": "i.png"}  # of inputs, as clips state them
+WHEN = 1_700_000_000
+NAMES = {".media": "v.mp4", "": "i.png"}  # inputs, as clips state them
 # jobs with a setting that has no right reading any more
 LOST = {
     "density": "0.1.0 or before with attention_density=0.5, which is gone",
@@ -74,7 +77,7 @@ def test_what_a_client_gave_is_read_again(release, found, lost, config):
 @pytest.mark.parametrize("release", RELEASES)
 @pytest.mark.parametrize("clip", ["image.mp4", "one.webm", "retake.mp4", "sound.wav"])
 def test_a_clip_gives_its_settings(release, clip, config, tmp_path, monkeypatch, capsys):
-    """By --like, with its files by the digests of that release, and without a remark."""
+    """Take it by --like, with its files by the digests of that release, and without a remark."""
     folder = EARLIER / release
     for path in (folder / "queue" / "in").iterdir():
         if path.suffix in NAMES and not path.read_bytes().startswith(b"RIFF"):
@@ -93,3 +96,31 @@ def test_a_clip_gives_its_settings(release, clip, config, tmp_path, monkeypatch,
     assert [image.path.name for image in getattr(request, "images", ())] == ["i.png"] * (
         clip == "image.mp4"
     )
+
+
+@pytest.fixture
+def model(tmp_path):
+    """The model as the releases had it: a run's folder states the times of its files."""
+    copy = shutil.copytree(MODEL, tmp_path / MODEL.name)
+    for path in copy.rglob("*"):
+        os.utime(path, (WHEN, WHEN))
+    return copy
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_a_clip_in_segments_goes_on(release, model, command, tmp_path):
+    """From the segment that is there, with a line about its version."""
+    folder, output = tmp_path / "long.mp4.segments", tmp_path / "long.mp4"
+    shutil.copytree(EARLIER / release / folder.name, folder)
+    stored = json.loads((folder / "request.json").read_text())
+    stored["versions"]["python"] = "3.0"  # and of any other environment
+    (folder / "request.json").write_text(json.dumps(stored))
+    frames = 33 if release == "0.1.0" else 41
+    size = ("--width", 64, "--height", 64, "--num-frames", frames, "--segment-frames", 17)
+    given = ("--prompt", "circle", "--pipeline", "one-stage", "--overlap", 9, "--steps", 2)
+    where = ("--backend", "cuda", "--device", "cpu", "--model", model, "--output", output)
+    given += ("--negative-prompt", stored["settings"]["negative_prompt"])  # 0.1 had another default
+    status, _, err = command("generate", *where, *size, *given)
+    assert status == 0, err
+    assert f"segments of version {release} are there" in err and "1 of them" in err, err
+    assert settings_in(output)["seed"] == 5 and not folder.exists()
