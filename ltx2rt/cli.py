@@ -139,7 +139,7 @@ class Parser(argparse.ArgumentParser):
         return known, unknown
 
     def _translated(self, words: Sequence[str], known: Mapping[str, Any]) -> list[str]:
-        """The words, with those of other programs replaced where their meaning is certain."""
+        """Replace words of other programs where their meaning is certain."""
         leading = [*takewhile(lambda word: not word.startswith("-"), words)]
         if leading and "--prompt" in known and (files := of_files(leading, known)):
             self.read_as.append(f"read as {shlex.join(files)}")

@@ -43,7 +43,7 @@ KEEP_TOKEN = (
 )
 GONE = (OSError, HTTPException)
 NUMBER, TEXT, NOTHING = (int, float), (str,), (type(None),)
-VIDEO = {  # types of the fields that the nodes read, those of `x` too
+VIDEO = {  # types of the fields that the nodes read, in `x` as well
     "id": TEXT, "status": TEXT, "progress": NUMBER, "seed": NUMBER,
     "stage": TEXT + NOTHING, "preview": TEXT + NOTHING,
     **dict.fromkeys(("step", "steps", "eta_s", "queue_position"), NUMBER + NOTHING),
@@ -79,7 +79,7 @@ class Upload:
 
 
 def read_token(file: str) -> str:
-    """The token in a file, alone or as in `NAME TOKEN`; without a file, that of LTX2RT_TOKEN.
+    """The token in a file, as `TOKEN` or `NAME TOKEN`; without a file, LTX2RT_TOKEN.
     Raises ServerError, which never quotes the token."""
     text, where = os.environ.get("LTX2RT_TOKEN", ""), "LTX2RT_TOKEN"
     if file:

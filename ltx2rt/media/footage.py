@@ -89,7 +89,7 @@ class Footage:
 
     @property
     def rate(self) -> int:
-        """Of its sound, in Hz."""
+        """Samples of its sound a second, in Hz."""
         return self._sound[1]
 
     @property

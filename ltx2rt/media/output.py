@@ -144,9 +144,9 @@ def check_encoders(path: Path, transfer: str | None = None) -> None:
 
 
 def check_streams(paths: Sequence[Path], has_video: bool, has_sound: bool) -> None:
-    """Refuse sound files alone for a video, and anything else for only sound. Raises InputError."""
+    """Refuse only sound files for a video, and anything else for only sound. Raises InputError."""
     if paths and not has_video and not has_sound:
-        said = "but this pipeline makes latents alone; give --latents-out instead"
+        said = "but this pipeline makes only latents; give --latents-out instead"
         raise InputError(f"--output: {paths[0]}, {said}")
     sounds = [path for path in paths if is_sound(path)]
     others = [path for path in paths if path not in sounds]

@@ -84,7 +84,7 @@ def sound_blocks(
     """
     from av.error import FFmpegError
 
-    path = path / "sound.wav" if path.is_dir() else path  # of a folder of frames
+    path = path / "sound.wav" if path.is_dir() else path  # beside the frames of a folder
     try:
         with opened(path) as container:
             if not container.streams.audio:
@@ -285,7 +285,7 @@ class _Track:
         return late_s if late_s > SYNC_S else 0.0
 
     def sentences(self) -> Iterator[str]:
-        """Sentences about sound that is mixed, missing or shorter than its header says."""
+        """Sentences about sound that is mixed, missing or shorter than in its header."""
         if self.mixed:
             yield f"its sound ({self.mixed}) is mixed to stereo"
         if self.lost:

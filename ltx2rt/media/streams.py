@@ -19,7 +19,7 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 
-LISTENED_S = 30  # of each track, to find the loudest
+LISTENED_S = 30  # part of each track that is compared
 LOUDER = 2.0  # times the power of an earlier track, which is taken otherwise: 3 dB
 
 CHANNEL = re.compile(
@@ -29,7 +29,7 @@ CHANNEL = re.compile(
 
 @dataclass(frozen=True)
 class Tracks:
-    """Numbers of the tracks that a user names, from 1; None: as a file's own flags say."""
+    """Numbers of the tracks that a user names, from 1; None: by the flags in a file."""
 
     video: int | None = None
     audio: int | None = None

@@ -40,7 +40,7 @@ MORE_RATES = tuple(map(Fraction, (5, 8, 10, 12, 15, 16, 18, 20, 48, 100, 120)))
 ALPHA = "its alpha channel is dropped, what it hides becomes visible"
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
 LONGEST_S = 7 * 24 * 3600  # the most of a variable rate; beyond it, timestamps are damaged
-ROUNDED_S = Fraction(1, 1000)  # of containers that count milliseconds
+ROUNDED_S = Fraction(1, 1000)  # containers may count milliseconds
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
 
@@ -259,7 +259,7 @@ def _timed(
     header: Sequence[Fraction | None],
     length_s: Fraction,
 ) -> _Timed:
-    """Frames of a file by their times. fps: by the header; header: rates that it says; length_s: of
+    """Frames of a file by their times. fps: by the header; header: its rates; length_s: of
     the last one, 0: unknown.
 
     Times that go back are counted off from the one before. The rate is that of most intervals, and
@@ -303,7 +303,7 @@ def _rate(times: Sequence[Fraction], header: Sequence[Fraction | None]) -> Fract
     rates = {Fraction(rate) for rate in (*header, *COMMON_RATES, *MORE_RATES) if rate}
 
     def near(rate: Fraction) -> tuple[int, bool, Fraction]:
-        """How many intervals it has; whether the header says it within what was rounded; how near."""
+        """Number of its intervals; whether the header agrees up to rounding; how near it is."""
         alike = [step for step in steps if abs(step - 1 / rate) <= min(ROUNDED_S, 1 / (4 * rate))]
         off = abs(sum(alike, Fraction(0)) / len(alike) - 1 / rate) if alike else Fraction(1)
         rounded_s = 2 * ROUNDED_S * (len(steps) - len(alike) + 1)
@@ -324,7 +324,7 @@ def is_constant(times: Sequence[Fraction], fps: Fraction) -> bool:
 
 
 def _ignored(stream: Any, frame: Any) -> Iterator[str]:
-    beside = stream.metadata.get("alpha_mode") == "1"  # of VP8 and VP9, which decoders leave out
+    beside = stream.metadata.get("alpha_mode") == "1"  # VP8 and VP9: decoders leave it out
     if beside or any(component.is_alpha for component in frame.format.components):
         yield ALPHA
     if kind := HIGH_RANGES.get(stream.codec_context.color_trc):

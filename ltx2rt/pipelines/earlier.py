@@ -1,4 +1,4 @@
-"""Settings that earlier releases stored and this one has no flag for.
+"""Settings of earlier releases without a flag in this one.
 
 Jobs of a queue, clips and folders of unfinished runs outlive an upgrade. Decides which of their
 settings changed nothing and are dropped, and which are said in another way now. What is left has no

@@ -187,7 +187,7 @@ class Request:
         return {}
 
     def unguided(self) -> Request | None:
-        """The request in distilled steps alone, for distilled weights; None if it has no such form.
+        """The request in distilled steps, for distilled weights; None if it has no such form.
         No flag of guidance is given."""
         if not self.is_guided:
             return self

@@ -119,7 +119,7 @@ class Run:
     def save(
         self, number: int, paths: Sequence[Path], frames: Iterator[np.ndarray] | None = None
     ) -> dict[Path, FileState]:
-        """Write a video in the forms that the names say; the files that were made. frames: in place
+        """Write a video in the forms of its names; return the files that were made. frames: in place
         of the next ones of the run."""
         return write_clips(
             paths,

@@ -153,8 +153,8 @@ def _whole(given: str, job: str, error: str | None, result: str | None) -> bool:
 
 
 def _current(row: dict[str, Any]) -> dict[str, Any]:
-    """The row with the settings of this release. The file keeps those of the one that wrote it, to
-    which a server may be put back."""
+    """Return the row with the settings of this release. The file keeps them as they were written,
+    since a server may be put back to the release before."""
     job = row["job"]
     clip, given = (current(job["pipeline"], found) for found in (job["clip"], row["given"]))
     return row | {"given": given, "job": job | {"clip": clip}}

@@ -205,7 +205,7 @@ def _clips_of(folder: Path) -> Iterator[tuple[Path, dict[str, Path]]]:
     stems = {p.with_suffix("") for p in own}
     for path in unknown:
         if path.with_suffix("") not in stems:
-            note(f"{path}: has a caption, but its ending is not that of a clip; it is left out")
+            note(f"{path}: has a caption, but its ending is of no kind of clip; it is left out")
     for path in own:  # but for the sound of a clip
         if path.suffix.lower() not in SOUNDS or path.with_suffix("") not in shown:
             yield path, beside[path.with_suffix("")]

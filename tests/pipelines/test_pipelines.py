@@ -86,7 +86,7 @@ def test_a_pipeline_is_added_by_one_file(third, tiny, command, tmp_path):
     words = "--pipeline text-to-latent --backend cuda --device cpu --prompt fox --seed 1".split()
     words += [*"--width 64 --height 64 --num-frames 9 --model".split(), model]
     status, _, err = command("generate", *words, "--output", tmp_path / "x.mp4")
-    assert status == 2 and "this pipeline makes latents alone; give --latents-out instead" in err
+    assert status == 2 and "this pipeline makes only latents; give --latents-out instead" in err
     latents = tmp_path / "x.safetensors"
     status, out, err = command("generate", *words, "--latents-out", latents)
     assert status == 0 and out.startswith(f"{latents}: ") and latents.exists(), err

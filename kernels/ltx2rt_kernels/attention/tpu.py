@@ -85,7 +85,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def is_small(q: Array, k: Array, v: Array) -> Array:
-    """Whether softmax needs no shift, bool[]; operands as those of `powers`."""
+    """Whether softmax needs no shift, bool[]; operands as in `powers`."""
     longest_q, longest_k = (
         jnp.square(x.astype(jnp.float32)).sum(axis=2).max(axis=1, keepdims=True) for x in (q, k)
     )

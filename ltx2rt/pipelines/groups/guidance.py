@@ -110,7 +110,7 @@ class Guidance(SoundScales, VideoScales):
     audio_modality: float = flag(3.0, "scale of guidance by the video for sound, 1 for none")
 
 
-GUIDES = (Steps, Skips, Interval, Scales)  # groups of flags that guided steps alone read
+GUIDES = (Steps, Skips, Interval, Scales)  # groups of flags that only guided steps read
 
 
 def guiding(request: Any) -> str:
