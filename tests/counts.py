@@ -130,7 +130,8 @@ def flag_lists() -> list[str]:
                 continue
             items = node.keys if isinstance(node, ast.Dict) else node.elts
             texts = [i.value for i in items if isinstance(i, ast.Constant)]
-            words = [x for x in texts if isinstance(x, str) and (x in known or x[:2] == "--")]
+            named = [x.removeprefix("--").replace("-", "_") for x in texts if isinstance(x, str)]
+            words = [x for x in named if x in known]
             if len(words) >= 3 and len(words) >= 0.75 * len(texts):
                 found.append(f"{name}:{node.lineno} {', '.join(words)}")
     return found

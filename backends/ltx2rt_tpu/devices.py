@@ -27,7 +27,7 @@ def _compiled(
     )  # fmt: skip
 
 
-# By `ltx2rt compile --times` of LTX-2.5's distilled steps and diffusion decoder at 1920x1088x121,
+# By `ltx2rt compile --times` of LTX-2.5's distilled steps and decoder at 1920x1088x121,
 # on the chips' own meshes (docs/tpus.md). The share of neighbourhoods holds for the whole decoder:
 # its narrow products, too, reach less than a transformer's.
 COMPILED = (

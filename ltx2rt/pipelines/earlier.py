@@ -1,7 +1,7 @@
 """Settings of earlier releases without a flag in this one.
 
 Jobs of a queue, clips and folders of unfinished runs outlive an upgrade. Decides which of their
-settings changed nothing and are dropped, and which are said in another way now. What is left has no
+settings changed nothing and are dropped, and which another setting expresses now. What is left has no
 right reading: that one job is refused by `require_known`.
 """
 

@@ -102,14 +102,8 @@ def find(path: Path, given: Given, config_from: str | Path | None, chooser: Choo
         path = path.parent  # a file of a diffusers folder
     tree = (models_folder(path) if path.is_dir() else None) or tree_around(path)
     network = path.is_dir() and folder_kind(path) == "transformer"
-    if path.name == INDEX or network:
-        tree = None
-        mains, parts = [], scan(path.parent)
-        parts.diffusers |= {"transformer": [path]} if network else {}
-    elif path.is_dir():
-        mains, parts = _look_into(path, tree)
-    else:
-        mains, parts = [_opened(path)], scan_quietly(entries(tree)) if tree else scan(path.parent)
+    tree = None if path.name == INDEX or network else tree
+    mains, parts = _scanned(path, tree, network)
     index = model_index(path if path.is_dir() and not network else path.parent)
     path = path.parent if path.name == INDEX else path
     files, distilled = [file for file in mains if not isinstance(file, Path)], None
@@ -150,6 +144,18 @@ def find(path: Path, given: Given, config_from: str | Path | None, chooser: Choo
         said = f"{path}: no checkpoint: neither an official single file nor a diffusers transformer"
         raise InputError(f"{said} ({contents_of_folder(path, parts)}); pass one with --model")
     return Found(path, main, parts, index, distilled)
+
+
+def _scanned(path: Path, tree: Path | None, network: bool) -> tuple[list[Any], Parts]:
+    """The main files that a path names, and the parts near it. network: it is a diffusers folder's
+    transformer."""
+    if path.name == INDEX or network:
+        parts = scan(path.parent)
+        parts.diffusers |= {"transformer": [path]} if network else {}
+        return [], parts
+    if path.is_dir():
+        return _look_into(path, tree)
+    return [_opened(path)], scan_quietly(entries(tree)) if tree else scan(path.parent)
 
 
 def _dev_and_distilled(parts: Parts, assume: str | None) -> Path | None:
