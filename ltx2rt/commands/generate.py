@@ -93,11 +93,7 @@ def run(
     if main:
         require_space(sizes(session, plan, files))
         files.announce(plan.request.seeds)
-        if line := session.memory_line(plan.stages):
-            note(line, prefix="")
-        for remark in remarks:
-            note(remark)
-        _announce(session, plan)
+        _announce(session, plan, remarks)
     run_key = history.alike(session, plan, files.warmup)
     known = history.expected(times, run_key) if times else None
     if main and times and (line := known or history.by_plan(session, plan)):
@@ -137,8 +133,12 @@ def parts_folder(files: Files, request: Request) -> Path | None:
     return folder_of(output, request.in_segments)
 
 
-def _announce(session: Session, plan: Plan) -> None:
+def _announce(session: Session, plan: Plan, remarks: Sequence[str]) -> None:
     """Print on stderr what will run."""
+    if line := session.memory_line(plan.stages):
+        note(line, prefix="")
+    for remark in remarks:
+        note(remark)
     options, backend = session.options, session.backend
     encoded = options.weights_dtype in QUANTISED
     weights = f", weights in {options.weights_dtype}" if encoded else ""
