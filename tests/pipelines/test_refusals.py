@@ -86,7 +86,7 @@ REFUSED = {
         PART + "--fps 24": "--fps: the file of --video-path decides",
         PART + "--auto-duration 1 2": "--auto-duration: the file",
         PART + "--keep video --no-audio": "--no-audio: with --keep video nothing would be made",
-        PART + "--steps 8": "--steps: 8 distilled steps are made, without guidance",
+        PART + "--steps 9": "--steps: 8 distilled steps are made, without guidance",
         PART + "--video-cfg 2": "--video-cfg: 8 distilled steps are made, without guidance",
         PART + "--image a.png": "--image: the retake pipeline does not read it",
         PART + "--output clip.mp4": "--output",
