@@ -263,7 +263,10 @@ def test_a_check_tells_what_would_be_made_and_when(server):
         server.http.post("/v1/queue/resume")
     refused = error_of(server.post({**given, "model": "sora-3"}), 400)
     assert "'sora-2' or 'tiny'" in refused["message"]
-    for more in ({"n": 8, "steps": 10_000}, {"num_frames": 201, "steps": 10_000}):
+    for more in (
+        {"n": 8, "steps": 10_000, "size": "512x512"},
+        {"num_frames": 201, "steps": 10_000, "size": "512x512"},
+    ):
         assert error_of(server.post(more), 400)["code"] == "too_much_work", more
 
 
