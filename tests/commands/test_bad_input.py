@@ -121,7 +121,10 @@ def test_names_that_nobody_knows(refused, tmp_path):
     assert "is not named *.mp4" in refused(output=tmp_path / "out.avi")
     for name in ("out.png", "out.jpg", "out.webp"):
         said = refused(output=tmp_path / name)
-        assert "is one picture; add --num-frames 1, or number the frames" in said, said
+        assert (
+            "is one picture; add --num-frames 1, name it first or last, or number the frames"
+            in said
+        ), said
     assert "is a sound file" in refused(output=tmp_path / "out.wav")
     (tmp_path / "00007.png").touch()
     assert "00007.png is there already" in refused(output=tmp_path / "%05d.png")
