@@ -125,7 +125,7 @@ def test_names_that_nobody_knows(refused, tmp_path):
             "is one picture; add --num-frames 1, name it first or last, or number the frames"
             in said
         ), said
-    assert "is a sound file" in refused(output=tmp_path / "out.wav")
+    assert "the t2a pipeline does not read it" in refused(output=tmp_path / "out.wav")
     (tmp_path / "00007.png").touch()
     assert "00007.png is there already" in refused(output=tmp_path / "%05d.png")
 
