@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ltx2rt.errors import InputError
+from ltx2rt.flags import flagged
 from ltx2rt.graph.trace import trace
 from ltx2rt.instruments.make import make_checkpoint, standing_for
 from ltx2rt.pipelines import pipeline
@@ -25,7 +26,10 @@ def plan(preset="tiny-2.3", devices=2, kind="h100-80gb", **settings):
     options = {key: settings.pop(key) for key in known}
     if devices > 1 and kind in device_kinds() and not options.keys() & {"mesh", "profile"}:
         options["profile"] = device_kind(kind).profile
-    request = pipeline(settings.pop("pipeline", "two-stage"))("a plan", seed=0, **settings)
+    name = settings.pop("pipeline", "two-stage")
+    if "width" in flagged(pipeline(name)):
+        settings = {"width": 768, "height": 512} | settings
+    request = pipeline(name)("a plan", seed=0, **settings)
     found = ModelOptions("", options.pop("model", Path()), dtype="bfloat16", **options)
     with standing_for(preset, found, request.distilled) as found:
         return estimate(found, request, Devices(kind, devices))
