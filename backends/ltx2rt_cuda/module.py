@@ -4,7 +4,7 @@ names, inputs under the graph's. Gradients reach every parameter and every float
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -52,6 +52,20 @@ def as_module(
     return NetworkModule(graph, source, torch.device(device), compile)
 
 
+class Place(torch.nn.Module):
+    """A name in the network that holds parameters: nothing calls it, so that no hook would run."""
+
+    def _no_hook(self, *hook: Any, **how: Any) -> NoReturn:
+        raise GraphError(
+            "as_module: a submodule holds only parameters and is never called, so that this hook "
+            "would not run; register a parametrization on its weight, or hook the whole network"
+        )
+
+    register_forward_hook = register_forward_pre_hook = _no_hook
+    register_full_backward_hook = register_full_backward_pre_hook = _no_hook
+    register_backward_hook = forward = _no_hook
+
+
 class NetworkModule(torch.nn.Module):
     """See `as_module`."""
 
@@ -85,7 +99,7 @@ class NetworkModule(torch.nn.Module):
         module: torch.nn.Module = self
         for name in path.split(".") if path else ():
             if name not in module._modules:
-                module.add_module(name, torch.nn.Module())
+                module.add_module(name, Place())
             module = module.get_submodule(name)
         return module
 

@@ -375,3 +375,19 @@ def test_module_and_gradients_on_a_mesh_equal_those_on_one_device(on_mesh):
 
 if __name__ == "__main__":
     run_on_mesh(Path(sys.argv[1]))
+
+
+@pytest.mark.parametrize("register", [
+    "register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook",
+])  # fmt: skip
+def test_a_hook_that_would_never_run_is_refused(register):
+    """Submodules hold parameters, and nothing calls them; the whole network's hooks run."""
+    one, seen = network("video-decoder"), []
+    module = as_module(one.graph, ArraySource(one.params))
+    home = next(iter(one.params)).rpartition(".")[0]
+    place = module.get_submodule(home)
+    with pytest.raises(GraphError, match=r"holds only parameters .* hook the whole network"):
+        getattr(place, register)(lambda *given: seen.append(1))
+    module.register_forward_hook(lambda *given: seen.append(1))
+    module(**one.inputs)
+    assert seen == [1]
