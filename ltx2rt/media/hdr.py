@@ -89,11 +89,12 @@ class HighRange:
 
 
 def to_model(pixels: np.ndarray, space: str) -> np.ndarray:
-    """[..., 3] in a space of SPACES -> codes in [-1, 1], as the video encoder reads them."""
+    """[..., 3] in a space of SPACES -> codes in [-1, 1], as the video encoder reads them. Computed in
+    float64 and rounded once: a logarithm in float32 differs between processors."""
+    exact = pixels.astype(np.float64)
     if space != "ACESCCT":
-        linear = pixels if space == "ACESCG" else pixels @ np.linalg.inv(AP1_TO_709).T
-        pixels = encoded(linear)
-    return np.clip(pixels, 0, 1) * 2 - 1
+        exact = encoded(exact if space == "ACESCG" else exact @ np.linalg.inv(AP1_TO_709).T)
+    return (np.clip(exact, 0, 1) * 2 - 1).astype(pixels.dtype)
 
 
 def from_model(frames: np.ndarray, how: HighRange) -> np.ndarray:
