@@ -143,7 +143,8 @@ def _as_now(found: dict[str, Any], asked: Any, segmented: bool) -> dict[str, Any
     for name, f in flagged(pipeline(now["pipeline"])).items():
         if name in now and name not in settings and now[name] == plain(f.default):
             settings[name] = now[name]
-    found = _same_files({"files": asked["files"]} | found | {"settings": settings}, asked)
+    files = found.get("files", asked["files"])
+    found = _same_files(found | {"settings": settings, "files": files}, asked)
     if segmented and (before := _dict(found.get("versions"))) != asked["versions"]:
         found["versions"] = asked["versions"]
         if found == asked:

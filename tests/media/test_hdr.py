@@ -9,7 +9,7 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from ltx2rt.media import hdr
-from ltx2rt.media.output import check_output, write_clip, zipped
+from ltx2rt.media.output import check_output, write_clip, write_clips, zipped
 from ltx2rt.media.sound import write_wav
 from ltx2rt.media.video import video_info
 from tests.conftest import refused
@@ -171,19 +171,19 @@ def test_frames_and_a_video_come_from_one_run(tmp_path):
     chunk, how = clip(frames=3), hdr.HighRange("ACESCG")
     video, name = tmp_path / "a.mp4", tmp_path / "f" / "%05d.exr"
     name.parent.mkdir()
-    more = {"num_frames": 3, "fps": Fraction(24), "hdr": how, "beside": name}
+    more = {"num_frames": 3, "fps": Fraction(24), "hdr": how}
     more |= {"waveform": np.zeros((2, 6000), np.float32), "sample_rate": 48000}
     with pytest.raises(ValueError, match="2"):
-        write_clip(video, iter([chunk[:, :2]]), **more)
+        write_clips([video, name], iter([chunk[:, :2]]), **more)
     assert sorted(tmp_path.rglob("*")) == [name.parent]
-    made = write_clip(video, iter([chunk[:, :1], chunk[:, 1:]]), **more)
+    made = write_clips([video, name], iter([chunk[:, :1], chunk[:, 1:]]), **more)
     files = [*(name.parent / f"{i:05d}.exr" for i in range(3)), name.parent / "sound.wav"]
     assert sorted(made) == sorted([video, *files])
     expected = hdr.from_model(chunk[:, 2].transpose(1, 2, 0), how).astype(np.float16)
     assert_array_equal(hdr.read_exr(files[2]), expected)
     assert video_info(video, "").num_frames == 3
     with refused("is there already"):  # frames of another run
-        write_clip(video, iter([chunk]), **more)
+        write_clips([video, name], iter([chunk]), **more)
     assert sorted(name.parent.iterdir()) == files
 
 
