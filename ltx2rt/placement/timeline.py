@@ -135,11 +135,12 @@ class Timeline:
         time_s = self.kind.exchange_s(node.op, devices, count, received)
         start_s = max(self.link_s, self.clock_s)
         track = f"link {node.attrs['mesh_axis']}"
+        exposed_s = self.kind.exposed * time_s
         self.events.append(
-            Event(track, "exchange", node.op, start_s, time_s, received_bytes=received)
+            Event(track, "exchange", node.op, start_s, exposed_s, received_bytes=received)
         )
         self.travelled_s += time_s
-        self.link_s = start_s + self.kind.exposed * time_s
+        self.link_s = start_s + exposed_s
         for v in node.outputs:
             self.arrivals[v] = self.link_s
             if node.op != "all_reduce" or not self.hidden:
