@@ -2,7 +2,7 @@
 
     PYTHONPATH=OLD:OLD/backends:OLD/kernels python tests/earlier/write.py examples/tiny-trained tests/earlier/VERSION
 
-Run it with each release before the next one; `tests/run/test_earlier.py` ends them all by today's.
+Run it with each release before the next one; `tests/pipelines/test_earlier.py` ends them all by today's.
 Nothing of this machine is in the files: models and inputs are named without folders.
 """
 
