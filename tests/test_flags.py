@@ -35,6 +35,7 @@ from ltx2rt.flags import (
 from ltx2rt.instruments.ahead import Target
 from ltx2rt.instruments.probe import ProbeRequest
 from ltx2rt.pipelines import pipelines
+from ltx2rt.pipelines.groups.size import with_sides
 from ltx2rt.run.estimate import Devices
 from ltx2rt.run.files import Files
 from ltx2rt.serve.fields import schema, value
@@ -408,6 +409,21 @@ def test_flags_of_other_programs_are_read_where_their_meaning_is_certain(typed, 
     words, said = meant(typed.split(), actions)
     assert words == read.split()
     assert bool(said) == (typed != read)
+
+
+@pytest.mark.parametrize("size, sides", [
+    ("1080p", (1920, 1080)), ("720P", (1280, 720)), ("16:9", (1728, 960)), ("9:16", (960, 1728)),
+    ("1:1", (1280, 1280)), ("3:2", (1536, 1024)), ("64x66", (64, 66)),
+])  # fmt: skip
+def test_a_size_may_be_a_name_or_a_shape(size, sides):
+    found = with_sides({"size": size})
+    assert (found["width"], found["height"]) == sides
+
+
+@pytest.mark.parametrize("size", ["0:9", "9:", "1081p", "p", "100:1"])
+def test_other_sizes_are_refused(size):
+    with refused("expected WIDTHxHEIGHT such as 768x512, 480p, .* or a shape such as 9:16"):
+        with_sides({"size": size})
 
 
 def test_every_flag_that_is_read_as_another_leads_to_one_that_exists():

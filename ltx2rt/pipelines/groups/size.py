@@ -22,6 +22,8 @@ MAX_FPS_TERM = 10**7  # FFmpeg counts time in 32-bit fractions
 MAX_FPS, MIN_FPS = 240, 1
 MAX_SIDE_PX = 16384  # H.264's
 USUAL_PX, DRAFT_PX, BEST_PX = (1536, 1024), (768, 512), (1920, 1088)  # width, height
+LINES = {"480p": "854x480", "720p": "1280x720", "1080p": "1920x1080"}  # names of video sizes
+SHAPE_UNIT = 64  # sides of a shape are multiples of it: of the model's cells in both stages
 MIN_SIDE_PX = 64  # smallest side that an image decides
 DEFAULT_FRAMES = 121
 MAX_FRAMES = 10**9  # what floats still count; the model has a limit of its own
@@ -61,8 +63,9 @@ def check_step(name: str, value: int, step: int, offset: int, unit: str, rule: s
 
 
 def with_sides(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with `size`, WIDTHxHEIGHT, as width and height, and a file under `audio`, as
-    the command line has it, as audio_path. Raises InputError."""
+    """The fields with `size` (WIDTHxHEIGHT, a name of `LINES`, or a shape W:H in the usual area) as
+    width and height, and a file under `audio`, as the command line has it, as audio_path. Raises
+    InputError."""
     if not isinstance(given.get("audio"), bool | None):
         refuse_beside(audio=True, audio_path="audio_path" in given)
         given = {"audio_path" if key == "audio" else key: given[key] for key in given}
@@ -70,9 +73,15 @@ def with_sides(given: Mapping[str, Any]) -> dict[str, Any]:
     if size is None:
         return others
     text = "x".join(map(str, size)) if isinstance(size, (tuple, list)) else str(size)
-    if (found := re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text)) is None:
-        raise InputError(f"--size: {text[:80]!r}, expected WIDTHxHEIGHT, such as 768x512")
+    text = LINES.get(text.lower(), text)
     refuse_beside(size=True, width="width" in others, height="height" in others)
+    if shape := re.fullmatch(r"([1-9][0-9]?):([1-9][0-9]?)", text):
+        return others | Size().filled(SHAPE_UNIT, (int(shape[1]), int(shape[2])))
+    if (found := re.fullmatch(r"([0-9]{1,5})[xX]([0-9]{1,5})", text)) is None:
+        raise InputError(
+            f"--size: {text[:80]!r}, expected WIDTHxHEIGHT such as 768x512, {', '.join(LINES)}, or "
+            "a shape such as 9:16"
+        )
     return others | {"width": int(found[1]), "height": int(found[2])}
 
 
