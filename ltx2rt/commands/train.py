@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, replace
+from fractions import Fraction
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -193,14 +194,15 @@ def in_time(seconds: float) -> str:
 def _sizes(made: Run) -> Iterator[str]:
     for group, count in made.step.groups().items():
         yield f"trains {group}: {count:,} numbers"
-    r, g = made.request, made.step.geometry
-    size, samples = f"{g.size_px[1]}x{g.size_px[0]}, {g.frames} latent frames", made.samples
-    size = size if "video" in samples.streams else "sound alone"
-    kinds, held_out = len(samples.kinds), len(samples.held_out)
-    more = f" and {kinds - 1} other sizes or rates" if kinds > 1 else ""
+    r, samples, held_out = made.request, made.samples, len(made.samples.held_out)
+    buckets = sorted({kind.bucket for kind in samples.kinds})
+    rates = sorted({Fraction(kind.fps) for kind in samples.kinds})
+    size = ", ".join((*buckets[:4], *["..."][: len(buckets) - 4]))
+    seen = f"{size} at {', '.join(f'{float(rate):.5g}' for rate in rates)} fps"
     apart = f" ({held_out} more are measured alone)" if held_out else ""
     yield (
-        f"{len(samples.items)} samples{apart} of {size}{more}, batch {samples.batch} x "
+        f"{len(samples.items)} samples{apart} of "
+        f"{seen if 'video' in samples.streams else 'sound alone'}, batch {samples.batch} x "
         f"{r.accumulate}, {r.steps} steps"
     )
 

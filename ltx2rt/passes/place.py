@@ -308,8 +308,9 @@ class _Placer:
             axis, size = p.value.type.axes[2], p.value.type.shape[2]
             if size % parts:
                 raise InputError(
-                    f"{self.out.name}: {axis}={size} on a device do not divide over "
-                    f"{mesh_axis}={parts}; choose a divisor of {size}"
+                    f"--mesh: {mesh_axis}={parts} does not divide the {size} {axis} that a device of "
+                    f"{self.out.name} has; choose a divisor of {size}, such as "
+                    f"{mesh_axis}={math.gcd(size, parts)}"
                 )
         trade = {"mesh_axis": mesh_axis, "parts": parts}
         sent = [p.value for p in qkv]

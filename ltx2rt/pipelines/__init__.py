@@ -89,6 +89,9 @@ def readers(field: str) -> list[str]:
 
 def unread(name: str, flag: str, field: str) -> InputError:
     """The refusal of a flag that the pipeline does not read."""
+    if (name, field) == ("a2v", CLIP):
+        said = "--audio-path makes new pictures for a sound and takes no clip"
+        return InputError(f"{flag}: {said}; leave one of the two out")
     able = readers(field)
     others = f", or choose --pipeline {' or '.join(able)}" if len(able) < 5 else ""
     return InputError(f"{flag}: the {name} pipeline does not read it; leave it out{others}")

@@ -13,7 +13,7 @@ from ltx2rt.pipelines.request import Request
 
 class Keyframes(Request):
     name = "keyframes"
-    summary = "two-stage between two or more images"
+    summary = "a clip from one picture to the next"
     task = "Between photos"
     scale = 2
     distilled = "needed"

@@ -237,6 +237,6 @@ def _file(clip: Path, f: Field, stated: Any) -> Path:
         if there and same_digest(path, stated.get("digest", "")):
             return path
     raise InputError(
-        f"--like: {clip} was made with {name} (--{flag}), which lies neither beside it nor "
-        "here as it was; put it there, or give the flag"
+        f"--{flag}: {name}, with which {clip} was made, was not found beside the clip or here, or has "
+        "changed since; copy it there, or give the flag"
     )

@@ -19,7 +19,7 @@ from typing import Any
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.stages.source_video import usable_frames
-from ltx2rt.text_files import parse, read_json_lines, read_text
+from ltx2rt.text_files import mismatch, parse, read_json_lines, read_text, read_toml
 
 VIDEOS = (
     ".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".gif", ".ts", ".mts", ".m2ts", ".mpg", ".mpeg", ".wmv",
@@ -45,6 +45,7 @@ SYSTEM = ("__MACOSX", "@eaDir", "Thumbs.db", "desktop.ini")  # beside names that
 CAPTIONS = (".txt", ".caption")  # endings, the second one kohya's
 TABLES = ("metadata.jsonl", "metadata.csv", "captions.json")  # in a folder; Hugging Face's first
 CAPTION_BYTES = 10**6
+MUSUBI = ("video_directory", "image_directory", "video_jsonl_file", "image_jsonl_file")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +143,8 @@ def read_clips(
     others: (name, reason). columns: names of a table's columns for kinds of COLUMNS, None: found.
     Raises InputError for data without clips."""
     names = {kind: (column,) for kind, column in (columns or {}).items() if column}
+    if path.suffix == ".toml":
+        path = _of_musubi(path)
     if not path.exists():
         raise InputError(
             f"{path} does not exist; pass a folder of clips, or a CSV, JSON or JSONL file"
@@ -177,6 +180,21 @@ def read_clips(
         except InputError as error:
             faults.append((name, str(error)))
     return list(clips.values()), faults
+
+
+def _of_musubi(path: Path) -> Path:
+    """Return the folder or table that a configuration of musubi-tuner's data names."""
+    datasets = read_toml("--data", path).get("datasets", [])
+    tables = [] if mismatch(datasets, [{str: object}]) else datasets
+    found = [value for rows in tables for name, value in rows.items() if name in MUSUBI]
+    if len(found) != 1 or not isinstance(found[0], str):
+        names = ", ".join(map(str, found)) or "none"
+        raise InputError(
+            f"--data: {path} names {len(found)} folders or tables of clips ({names}), expected one; "
+            "pass each by itself, and train with --data CACHE CACHE"
+        )
+    note(f"{path}: {found[0]} is read; its other settings are not, such as sizes: see --buckets")
+    return path.parent / found[0]
 
 
 def is_hidden(path: Path) -> bool:

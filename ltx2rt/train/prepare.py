@@ -120,6 +120,7 @@ def _table(
     yield (
         f"{len(jobs)} samples, {len({job.caption for job in jobs})} different captions, "
         f"{len(held_out)} samples held out{': ' * bool(held_out)}{', '.join(sorted(held_out)[:3])}"
+        f"{'; ten are needed for one' * (not held_out and len(jobs) < 10)}"
     )
     if jobs and not any(job.sound for job in jobs):
         yield "no clip has sound: `train run` trains the picture"

@@ -186,7 +186,7 @@ def test_branches_of_the_text_encoder_stay_together():
 
 
 def test_heads_that_do_not_divide_are_refused():
-    with refused("heads=12 on a device do not divide over sequence=5"):
+    with refused("--mesh: sequence=5 does not divide the 12 heads"):
         on({"sequence": 5}, case("guided-2.3").graph)
 
 

@@ -283,6 +283,21 @@ def test_captions_as_other_trainers_keep_them(tmp_path, name, text):
     assert [reason for _, reason in faults] == [why] * (not fine)
 
 
+def test_the_clips_that_a_configuration_of_musubi_names_are_read(tmp_path, capsys):
+    (tmp_path / "a.mp4").touch()
+    (tmp_path / "a.txt").write_text("a fox")
+    (tmp_path / "set.toml").write_text('[general]\n[[datasets]]\nvideo_directory = "."\n')
+    (clip,), faults = read_clips(tmp_path / "set.toml")
+    assert clip.caption == "a fox" and not faults
+    assert "its other settings are not" in capsys.readouterr().err
+    (tmp_path / "set.toml").write_text('[[datasets]]\nimage_directory = "b"\nvideo_directory = "."')
+    with refuses(r"2 folders or tables of clips \(b, \.\)"):
+        read_clips(tmp_path / "set.toml")
+    (tmp_path / "set.toml").write_text("datasets = 3")
+    with refuses("names 0 folders or tables"):
+        read_clips(tmp_path / "set.toml")
+
+
 def test_every_fault_is_found_before_a_clip_is_encoded(model, reported, tmp_path, capsys):
     clips, cache = write_clips(tmp_path / "clips", 9), tmp_path / "cache"
     for name in ("._0.mp4", ".DS_Store", "__MACOSX/1.mp4", ".hidden/2.mp4"):
