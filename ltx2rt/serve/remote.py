@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +41,19 @@ RETRIED = ("worker_died", "step_timeout", "internal")  # what another attempt ma
 WINDOW = 64  # lines within which jobs of one shape are made after one another
 # how long a server may not answer: from the start on, and once it has
 ABSENT_S, SILENT_S = (15.0, 600.0)
-CHUNK_BYTES = 2**20
+MOST_WAIT_S = 60.0  # that a busy server may ask for
+MOST_BYTES, MOST_CLIP_BYTES, SLOWEST_BYTES_PER_S = 2**26, 2**36, 1000
+VIDEO = {
+    "id": str, "status": str, "error": ({"code": str, "message": str}, None),
+    "x": {
+        "seed": int, "attempts": int, "run_s": (float, None), "timings": object,
+        "urls": {"videos?": [str], "frames?": [str]},
+    },
+}  # fmt: skip
+
+
+class NotThere(InputError):
+    """The server has nothing of that name, or not any more."""
 
 
 class RemoteServer:
@@ -60,14 +73,16 @@ class RemoteServer:
             timeout=TIMEOUT_S,
             limits=httpx.Limits(max_keepalive_connections=0),  # a kept one may be closed meanwhile
             verify=ssl.create_default_context(), follow_redirects=True,
+            event_hooks={"response": [_stay]},
         )  # fmt: skip
 
     def ask(
         self, method: str, path: str, body: Any = None, key: str | None = None, shape: Any = dict
     ) -> dict[str, Any]:
-        text = self._exchange(method, path, httpx.Response.read, body, key)
+        """Return the object of an answer, which is of that shape. Raises InputError."""
+        text = self._exchange(method, path, _read, body, key)
         try:
-            return parse(text.decode(), shape)
+            return parse(text, shape)
         except ValueError as error:
             where = f"--server: {self.url}/{path.lstrip('/')}"
             raise InputError(f"{where} gives another answer ({error}); pass a server") from None
@@ -78,15 +93,18 @@ class RemoteServer:
 
     @cached_property
     def _usual(self) -> int:
-        return self.ask("GET", "/v1/limits")["videos"]["multiple_of"]
+        shape = {"videos": {"multiple_of": int}}
+        return self.ask("GET", "/v1/limits", shape=shape)["videos"]["multiple_of"]
 
     def model(self) -> dict[str, Any]:
         """The server's model as results state it; empty from a server that does not tell."""
-        return self.ask("GET", "/v1/models")["data"][0].get("x", {})
+        models = self.ask("GET", "/v1/models", shape={"data": [{"x?": dict}]})["data"]
+        return models[0].get("x", {}) if models else {}
 
     @cached_property
     def _loras(self) -> dict[str, str | None]:
-        found = self.ask("GET", "/v1/loras")["data"]
+        shape = {"data": [{"id": str, "x?": {"digest?": (str, None)}}]}
+        found = self.ask("GET", "/v1/loras", shape=shape)["data"]
         return {one["id"]: one.get("x", {}).get("digest") for one in found}
 
     def loras_of(self, given: Mapping[str, Any]) -> list[list[str | None]]:
@@ -114,10 +132,10 @@ class RemoteServer:
                     self.patience_s = SILENT_S
                     if answer.is_success:
                         return take(answer)
-                    said = answer.read().decode(errors="replace")
+                    text = _message(_read(answer)) or f"{method} {path}: {answer.status_code}"
                 if answer.status_code not in (429, 503):
-                    raise InputError(_message(said) or f"{method} {path}: {answer.status_code}")
-                if self.left.wait(float(answer.headers.get("retry-after", AGAIN_S))):
+                    raise (NotThere if answer.status_code in (404, 410) else InputError)(text)
+                if self.left.wait(retry_after_s(answer.headers.get("retry-after", ""))):
                     raise InputError(f"--server: {self.url} is busy; run it again")
                 deadline = time.monotonic() + SILENT_S  # it lives
             except (OSError, httpx.HTTPError, httpx.InvalidURL) as error:
@@ -132,17 +150,59 @@ class RemoteServer:
                 self.left.wait(min(AGAIN_S, self.patience_s / 4))
 
 
+def retry_after_s(text: str) -> float:
+    """Return the seconds that `retry-after` asks for, as a number or a date (RFC 9110, 10.2.3);
+    within POLL_S and MOST_WAIT_S."""
+    try:
+        asked_s = float(text)
+    except ValueError:
+        try:
+            asked_s = parsedate_to_datetime(text).timestamp() - time.time()
+        except (ValueError, OverflowError):
+            asked_s = AGAIN_S
+    return max(POLL_S, min(MOST_WAIT_S, asked_s))  # of no number: MOST_WAIT_S
+
+
+def _stay(answer: httpx.Response) -> None:
+    """Refuse a redirect to another host or port, which would get the user's files; https in place
+    of http is the same host. Raises InputError."""
+    if not answer.has_redirect_location:
+        return
+    to = answer.url.join(answer.headers["location"])
+    secured = (answer.url.scheme, to.scheme) == ("http", "https") and to.port is None
+    same = (answer.url.scheme, answer.url.port) == (to.scheme, to.port)
+    if to.host != answer.url.host or not (same or secured):
+        other = f"sends this to {str(to)[:200]!r}; name the server that answers itself"
+        raise InputError(f"--server: {answer.url.copy_with(path='/', query=None)} {other}")
+
+
+def _chunks(answer: httpx.Response, most_bytes: int) -> Iterator[bytes]:
+    """Yield the parts of a body. Raises InputError for a longer one, and httpx's timeout for one
+    that comes more slowly than SLOWEST_BYTES_PER_S."""
+    start, size = time.monotonic(), 0
+    for chunk in answer.iter_bytes():
+        size += len(chunk)
+        if size > most_bytes:
+            raise InputError(f"--server: an answer of more than {most_bytes} bytes; pass a server")
+        if time.monotonic() - start > TIMEOUT_S + size / SLOWEST_BYTES_PER_S:
+            raise httpx.ReadTimeout(f"{size} bytes in {TIMEOUT_S:.0f} s")
+        yield chunk
+
+
+def _read(answer: httpx.Response) -> str:
+    return b"".join(_chunks(answer, MOST_BYTES)).decode(errors="replace")
+
+
 def _save(answer: httpx.Response, to: Path) -> None:
     with to.open("wb") as file:
-        for chunk in answer.iter_bytes(CHUNK_BYTES):
-            file.write(chunk)
+        file.writelines(_chunks(answer, MOST_CLIP_BYTES))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _message(said: str) -> str:
+def _message(text: str) -> str:
     with suppress(ValueError):
-        return parse(said, {"error": {"message": str}})["error"]["message"]
+        return parse(text, {"error": {"message": str}})["error"]["message"]
     return ""
 
 
@@ -172,15 +232,17 @@ def _sent(beside: Path, path: str, kind: str) -> dict[str, str]:
 def admit(server: RemoteServer, lines: Sequence[Line], beside: Path) -> list[Order]:
     """Have every line checked. beside: where paths of files begin. Raises InputError."""
 
-    def checked(line: Line) -> Order | str:
+    def checked(line: Line) -> tuple[Order, int, int] | str:
+        """The order, its seed and its number of videos."""
+        shape = {"given": {"loras?": [{"name": str}]}, "resolved": dict, "estimate": dict}
         try:
             asked = with_files(line.given, partial(_sent, beside))
-            shape = {"given": dict, "resolved": dict, "estimate": dict}
             kept = server.ask("POST", "/v1/videos?check=1", asked, shape=shape)
-        except InputError as error:
+            like = json.dumps([kept["resolved"].get("loras"), kept["estimate"].get("work_tflop")])
+            order = Order(line, seeded(line, kept["given"]), like)
+            return order, int(order.given["seed"]), server.count(order.given)
+        except (ValueError, TypeError) as error:
             return f"line {line.number} ({line.id}): {error}"
-        like = json.dumps([kept["resolved"].get("loras"), kept["estimate"].get("work_tflop")])
-        return Order(line, seeded(line, kept["given"]), like)
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
         try:
@@ -188,12 +250,12 @@ def admit(server: RemoteServer, lines: Sequence[Line], beside: Path) -> list[Ord
         except BaseException:  # a signal: the pool's threads end first
             server.left.set()
             raise
-    orders = [one for one in found if isinstance(one, Order)]
+    fine = [one for one in found if not isinstance(one, str)]
     wrong = [one for one in found if isinstance(one, str)]
-    wrong += clashes((o.line, int(o.given["seed"]), server.count(o.given)) for o in orders)
+    wrong += clashes((order.line, seed, count) for order, seed, count in fine)
     if wrong:
         raise InputError("; ".join(wrong))
-    return orders
+    return [order for order, *_ in fine]
 
 
 def in_order(orders: Sequence[Order]) -> Iterator[Order]:
@@ -214,11 +276,16 @@ def make(
         while waiting and len(running) < IN_FLIGHT:
             order, attempt, left = waiting.pop(0)
             key = f"{order.line.id}/{attempt}/{order.digest}"
-            job = server.ask("POST", "/v1/videos", order.body(beside), key)
+            job = server.ask("POST", "/v1/videos", order.body(beside), key, VIDEO)
             running[job["id"]] = order, attempt, left
         time.sleep(POLL_S)
         for id in list(running):
-            video = server.ask("GET", f"/v1/videos/{id}")
+            try:
+                video = server.ask("GET", f"/v1/videos/{id}", shape=VIDEO)
+            except NotThere:  # somebody deleted it
+                x = {"seed": int(running[id][0].given["seed"]), "attempts": 0, "run_s": None}
+                error = failure("expired", "it was deleted on the server")
+                video = {"status": FAILED, "error": error, "x": x | {"timings": None, "urls": {}}}
             if video["status"] not in (COMPLETED, FAILED):
                 continue
             order, attempt, left = running.pop(id)
@@ -227,7 +294,8 @@ def make(
                 continue
             status = _keep(server, order, video, results, facts[order.line.id])
             if server.own:
-                server.ask("DELETE", f"/v1/videos/{id}")
+                with suppress(NotThere):
+                    server.ask("DELETE", f"/v1/videos/{id}")
             counts[status] = counts.get(status, 0) + 1
             more = len(waiting) + len(running)
             left_s = (time.monotonic() - start) / sum(counts.values()) * more

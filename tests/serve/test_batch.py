@@ -1,6 +1,7 @@
 """Files of jobs: checked whole, made once, resumed wherever they were killed. Most replicas have no
 model."""
 
+import contextlib
 import json
 import os
 import random
@@ -10,6 +11,8 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
@@ -23,6 +26,7 @@ from ltx2rt.serve import remote
 from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.batch import Line, Results, Shard, made_by, parse_shard, read_lines, with_files
 from ltx2rt.session.options import ModelOptions
+from tests.serve.hostile import ANSWERS, answering, redirect
 from tests.serve.serving import SMALL, png
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
@@ -313,6 +317,69 @@ def test_a_server_that_never_answers_is_said_at_once_and_not_waited_for_long(mon
     with pytest.raises(InputError, match=said):
         remote.RemoteServer("http://127.0.0.1:9").ask("GET", "/v1/limits")
     assert "http://127.0.0.1:9 does not answer; trying for 0 s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("text", "least_s", "most_s"), [
+    ("7", 7, 7), ("0", 0.5, 0.5), ("-1", 0.5, 0.5), ("1e400", 60, 60), ("nan", 60, 60), ("", 5, 5),
+    ("soon", 5, 5), ("Wed, 21 Oct 2015 07:28:00 GMT", 0.5, 0.5), ("in", 28, 30),
+    ("Wed, 21 Oct 9999 07:28:00 GMT", 60, 60), ("Wed, 99 Oct 2026 07:28:00 GMT", 5, 5),
+])  # fmt: skip
+def test_a_busy_server_is_asked_again_within_a_minute(text, least_s, most_s):
+    """RFC 9110 allows a date as well."""
+    asked = format_datetime(datetime.now(UTC) + timedelta(seconds=30), True)
+    assert least_s <= remote.retry_after_s(asked if text == "in" else text) <= most_s
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+def test_a_hostile_answer_ends_a_batch_with_a_sentence(name, monkeypatch, tmp_path):
+    limits = {"AGAIN_S": 0.05, "ABSENT_S": 0.2, "SILENT_S": 0.2, "TIMEOUT_S": 0.3}
+    for limit, value in limits.items() | {("MOST_BYTES", 2**24), ("MOST_CLIP_BYTES", 2**24)}:
+        monkeypatch.setattr(remote, limit, value)
+    calls = (
+        lambda server: remote.admit(server, [Line(1, "a", {"prompt": "x"})], tmp_path),
+        lambda server: server.model() or server.count({}),
+        lambda server: server.loras_of({"loras": [{"name": "x"}]}),
+        lambda server: make(server, 1, tmp_path),
+        lambda server: server.fetch("/clip", tmp_path / "clip"),
+    )
+    with answering(ANSWERS[name]) as hostile:
+        for call in calls:
+            start = time.monotonic()
+            with contextlib.suppress(InputError):
+                call(remote.RemoteServer(hostile.url, "a-token"))
+            assert time.monotonic() - start < 5
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["clip"])
+
+
+def make(server, count, output):
+    """What became of jobs."""
+    lines = [Line(n, f"j{n}", {"prompt": "1:0", **SMALL}) for n in range(count)]
+    orders = [remote.Order(line, line.given | {"seed": line.number}, "") for line in lines]
+    facts = {line.id: {} for line in lines}
+    return remote.make(server, orders, Results(output, Shard()), output, 0, lambda _: None, facts)
+
+
+@pytest.mark.parametrize("to", ["http://127.0.0.1:9/x", "http://localhost", "ftp://127.0.0.1/"])
+def test_a_redirect_elsewhere_gets_neither_token_nor_files(to):
+    with answering(redirect(to)) as first, pytest.raises(InputError, match="sends this to '"):
+        remote.RemoteServer(first.url, "a-token").ask("POST", "/v1/videos", {"prompt": "x"})
+
+
+def test_a_job_that_is_deleted_on_the_server_fails_alone(server, tmp_path, monkeypatch):
+    real, seen = remote.RemoteServer.ask, []
+
+    def ask(self, method, path, *more, **how):
+        answer = real(self, method, path, *more, **how)
+        if (method, path) == ("POST", "/v1/videos") and not seen:
+            seen.append(answer["id"])
+            assert server.http.delete(f"/v1/videos/{answer['id']}").is_success
+        return answer
+
+    monkeypatch.setattr(remote.RemoteServer, "ask", ask)
+    assert make(remote.RemoteServer(server.url), 3, tmp_path) == {"failed": 1, "completed": 2}
+    lines = (tmp_path / "results.jsonl").read_text().splitlines()
+    (lost,) = [one for one in map(json.loads, lines) if one["error"]]
+    assert lost["error"] == {"code": "expired", "message": "it was deleted on the server"}
 
 
 def test_a_signal_ends_a_batch_while_its_lines_are_checked(tmp_path):
