@@ -63,6 +63,15 @@ first steps:
 """
 # commands that several processes may run together
 RANKED = ("generate", "probe", "worker", "train run")
+# commands with files as their results
+WRITING = (
+    "generate",
+    "weights make",
+    "weights merge",
+    "train prepare",
+    "train run",
+    "train export",
+)
 BAD_INPUT, FAILED, INTERRUPTED, TERMINATED = 2, 1, 130, 143
 MESSAGE = 2000  # characters of an error
 
@@ -192,6 +201,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not (sys.argv[1:] if argv is None else argv):
         print(FIRST_STEPS, end="", file=sys.stderr)
         return BAD_INPUT
+    if argv is None:
+        _open_closed()
     args = parser().parse_args(argv)
     args.argv = sys.argv[1:] if argv is None else list(argv)
     args.own_process = argv is None
@@ -211,7 +222,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args.crew = crew = _join(args)
         status = _call(args.command, "main", args) or 0
-        sys.stdout.flush()
+        try:
+            sys.stdout.flush()
+        except OSError:  # the files are there, and only their names are not said
+            if args.command not in WRITING:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if crew:
             crew.leave()
         return status
@@ -237,6 +253,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
     finally:
         LOGGER.setLevel(level)
+
+
+def _open_closed() -> None:
+    """Open standard streams that are closed, as by `>&-`, on the null device: else a file of the
+    run takes their number, and a library writes into it."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, "w" if number else "r")  # noqa: SIM115
+            try:
+                os.fstat(number)
+            except OSError:  # no file has the number
+                os.dup2(stream.fileno(), number)
+            setattr(sys, name, stream)
 
 
 class Ended(SystemExit):
@@ -318,7 +347,7 @@ def _join(args: argparse.Namespace) -> Crew | None:
         named = {f"--{name.replace('_', '-')}": str(value) for name, value in given.items()}
         crew.agree("arguments", named)
         crew.agree("files", digests(inputs))
-        if args.command == "generate" and not hasattr(args, "seed"):
+        if args.command == "generate" and getattr(args, "seed", "-1") == "-1":
             from ltx2rt.pipelines.groups.seeds import draw_seed
 
             args.seed = crew.from_main("seed", draw_seed)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 ONE = re.compile(
     r"'[^']*'|"  # quoted words are a user's
     r"(?<![\w./+-])(?<![+-] )1 (?:(byte|channel|clip|device|file|frame|head|image|job|layer|line|module|pixel"
-    r"|prompt|sample|segment|step|tensor|token|video)s|(process)es)"
+    r"|place|prompt|sample|segment|step|tensor|token|video)s|(process)es)"
     r"( are| belong| differ| have| wait| were)?(?![\w/-]|\.\w)"
 )
 # what a terminal obeys or hides: control characters, changes of the direction of text

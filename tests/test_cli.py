@@ -195,3 +195,22 @@ def test_a_quiet_command_leaves_later_notes_of_its_process(capsys):
     assert cli.main("generate --quiet --model gone --prompt x --output x.mp4".split()) == 2
     note("seen")
     assert "ltx2rt: seen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full"])
+def test_a_result_in_files_needs_no_standard_streams(tmp_path, closed):
+    argv = [sys.executable, "-m", "ltx2rt", "weights", "make", "--preset", "tiny-2.0", "--layout"]
+    script = ["sh", "-c", f'exec "$@" {closed}', "sh", *argv, "official", str(tmp_path / "made")]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}
+    ran = subprocess.run(script, capture_output=True, text=True, env=buffered)
+    assert ran.returncode == 0, ran.stderr
+    inspected = run_cli(["weights", "inspect", str(tmp_path / "made")])
+    assert inspected[0] == 0
+
+
+def test_a_result_that_standard_output_does_not_take_is_a_failure():
+    argv = [sys.executable, "-m", "ltx2rt", "graph", "upsampler", "--preset", "tiny-2.0"]
+    ran = subprocess.run(
+        ["sh", "-c", 'exec "$@" >/dev/full', "sh", *argv], capture_output=True, text=True
+    )
+    assert ran.returncode == 1 and "No space left" in ran.stderr

@@ -83,3 +83,30 @@ def test_only_small_regular_files_of_text_are_read(tmp_path):
     }.items():
         with pytest.raises(InputError, match=said):
             read_text(tmp_path / name)
+
+
+@pytest.mark.parametrize("name, text", [
+    ("a.json", '["a red circle", "a blue square"]'),
+    ("a.txt", '[\n "a red circle",\n "a blue square"\n]\n'),
+    ("a.json", '[{"prompt": "a red circle"}, {"prompt": "a blue square"}]'),
+    ("a.json", '{"prompts": ["a red circle", "a blue square", ""]}'),
+    ("a.jsonl", '"a red circle"\n{"prompt": "a blue square"}\n'),
+])  # fmt: skip
+def test_prompts_come_from_lists_of_json(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    assert read_prompts(tmp_path / name) == ["a red circle", "a blue square"]
+
+
+def test_prompts_in_brackets_are_lines_and_tables_are_refused(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text("[VISUAL] a red circle\n[SOUND] rain [soft]\n")
+    assert read_prompts(path) == ["[VISUAL] a red circle", "[SOUND] rain [soft]"]
+    for name, text, said in (
+        ("a.json", '{"a": 1}', "is no list of texts"),
+        ("a.json", "[", 'is no list of texts .*; write \\["a fox", "a hare"\\]'),
+        ("a.json", "[]", "is empty"),
+        ("a.csv", "prompt\na fox\n", "is a table or markup"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(InputError, match=f"--prompts: .*{name} {said}"):
+            read_prompts(tmp_path / name)

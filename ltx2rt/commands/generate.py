@@ -12,7 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -121,8 +121,9 @@ def run(
             discard(folder)
     # Latents alone are one output for all seeds; the first stands for them.
     seeds = [seed for seed in made.request.seeds for _ in files.outputs or (None,)]
-    for output, seed in zip(outputs, seeds[: len(outputs)], strict=True):
-        print(made.watch.closing_line(output, seed))
+    with suppress(OSError):  # the files are there, if nothing reads their names
+        for output, seed in zip(outputs, seeds[: len(outputs)], strict=True):
+            print(made.watch.closing_line(output, seed))
 
 
 def parts_folder(files: Files, request: Request) -> Path | None:
@@ -180,7 +181,9 @@ def flags(to: Any) -> None:
     shown = pipeline_flags(to, Prompt)
     prompt = flagged(shown)["prompt"]
     add_flag(texts, prompt, action="append", help=f"{prompt.metadata['flag'].help} (required)")
-    about = "text file with a prompt a line, one for each segment, as several --prompt"
+    about = (
+        "text file with a prompt a line, or a JSON list, one for each segment, as several --prompt"
+    )
     how: dict[str, Any] = {"type": Path, "default": argparse.SUPPRESS, "metavar": "FILE"}
     texts.add_argument("--prompts", help=about, **how)
     lines = "\n  ".join(examples(shown))

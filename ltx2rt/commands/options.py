@@ -22,10 +22,11 @@ from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.start import start
 from ltx2rt.session.open import located, with_mesh
 from ltx2rt.session.options import ModelOptions, existing_file, parse_backend, parse_part
-from ltx2rt.text_files import flag_lines
+from ltx2rt.text_files import flag_lines, parse
 
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5", "ltx-2.0", "ltx-2.3", "ltx-2.5")
 MAX_PROMPT_BYTES = 2**20
+NO_PROMPTS = (".csv", ".tsv", ".yaml", ".yml", ".toml", ".xml", ".html")
 WORDS = (Prompt, Enhancing, NegativePrompt, Seed, NoiseFile)  # decide nothing that costs
 
 
@@ -115,10 +116,26 @@ class SetSize(argparse.Action):
 
 
 def read_prompts(path: Path) -> list[str]:
-    """The lines of --prompts, empty ones left out. Raises InputError."""
+    """The lines of --prompts, empty ones left out, or a list of JSON. Raises InputError."""
     existing_file("--prompts", path)
-    lines = flag_lines("--prompts", path, MAX_PROMPT_BYTES)
-    if not (found := [line.strip() for line in lines if line.strip()]):
+    lines, kind = flag_lines("--prompts", path, MAX_PROMPT_BYTES), path.suffix.lower()
+    found = [line.strip() for line in lines if line.strip()]
+    if kind in NO_PROMPTS:
+        wrong = f"is a table or markup (*{kind})"
+        raise InputError(f"--prompts: {path} {wrong}; write a prompt on each line of *.txt")
+    if kind in (".json", ".jsonl") or (found and found[0][0] + found[-1][-1] == "[]"):
+        text = "[" + ",".join(found) + "]" if kind == ".jsonl" else "\n".join(lines)
+        try:
+            listed = parse(text, ([(str, {"prompt": str})], {"prompts": [str]}))
+        except ValueError as error:
+            if kind in (".json", ".jsonl"):
+                wrong = f"{path} is no list of texts ({error})"
+                raise InputError(f'--prompts: {wrong}; write ["a fox", "a hare"]') from None
+        else:
+            listed = listed["prompts"] if isinstance(listed, dict) else listed
+            texts = (x["prompt"] if isinstance(x, dict) else x for x in listed)
+            found = [text.strip() for text in texts if text.strip()]
+    if not found:
         raise InputError(f"--prompts: {path} is empty; write a prompt on each line")
     return found
 

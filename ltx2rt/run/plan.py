@@ -16,6 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.output import check_encoders, check_hdr
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request, pipelines
+from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, fitted
 from ltx2rt.run.files import Files
@@ -235,10 +236,8 @@ def to_enhance(request: Request) -> bool:
 
 def check_enhancing(request: Request, checkpoint: Checkpoint) -> None:
     """Raises InputError, from headers alone."""
-    if request.enhance_seed is not None and not 0 <= request.enhance_seed < 2**63:
-        raise InputError(
-            f"--enhance-seed: {request.enhance_seed}, expected 0 or more and below 2^63"
-        )
+    if request.enhance_seed is not None and not 0 <= request.enhance_seed < SEED_LIMIT:
+        raise InputError(f"--enhance-seed: {request.enhance_seed}, expected 0 to 2^64 - 1")
     if to_enhance(request):
         Enhancer.of(checkpoint, request.prompt_enhancer).check(request.first_image)
 

@@ -19,6 +19,7 @@ from typing import Any
 from ltx2rt.errors import InputError, concerning
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines.groups.images import PlacedImage, parse_image
+from ltx2rt.pipelines.groups.seeds import DRAWN
 from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.fields import file_field, served, several, uploads
 from ltx2rt.serve.folder import sync
@@ -115,7 +116,8 @@ def seeded(line: Line, given: Mapping[str, Any]) -> dict[str, Any]:
     """A job without a seed gets one of its own, the same whenever it is made. given: its files are
     digests."""
     drawn = hashlib.sha256(json.dumps([line.id, given], sort_keys=True).encode()).hexdigest()
-    return {**given, **({"seed": int(drawn[:8], 16)} if given.get("seed") is None else {})}
+    drawn_too = given.get("seed") in (None, DRAWN, str(DRAWN))
+    return {**given, **({"seed": int(drawn[:8], 16)} if drawn_too else {})}
 
 
 def clashes(jobs: Iterable[tuple[Line, int, int]]) -> list[str]:

@@ -263,7 +263,7 @@ REFUSED = {
         PARTS + "--segment-seed 0:1": "--segment-seed: segment 0, expected 1 to 3",
         PARTS + "--segment-seed 2:1 2:3": "--segment-seed: segment 2 is given twice",
         PARTS + "--segment-seed 2": "--segment-seed: '2', expected SEGMENT:SEED such as 3:77",
-        PARTS + "--segment-seed 2:-1": "--segment-seed: seed -1, expected 0 or more",
+        PARTS + "--segment-seed 2:-1": "--segment-seed: seed -1, expected 0 to 2^64 - 1",
     },
 }
 # fmt: on

@@ -86,7 +86,7 @@ BAD = {
                            "--num-frames: 10000000000000000000, expected at most 1000000000"),
     "steps": (dict(steps=0), "--steps: 0"),
     "negative seed": (dict(seed=-1), "--seed: -1"),
-    "huge seed": (dict(seed=2**63), "--seed"),
+    "huge seed": (dict(seed=2**64), "--seed: 18446744073709551616, expected 0 to 2^64 - 1"),
     "block": (dict(stg_blocks=(48,)), "block 48, but the model has blocks 0 to 47"),
     "block of one": (dict(stg_blocks=("audio=48",)), "block 48, but the model has blocks 0 to 47"),
     "no block": (dict(stg_blocks=()), "--stg-blocks: no block"),
@@ -261,3 +261,16 @@ def test_settings_are_json():
     settings = json.loads(json.dumps(REQUEST.resolved(model()).settings()))
     assert settings["prompt"] == "a cat" and settings["fps"] == "24"
     assert settings["pipeline"] == "two-stage"
+
+
+def test_a_seed_may_be_any_of_64_bits_and_minus_one_draws_one():
+    from ltx2rt.pipelines import make_request
+
+    for seed in (-1, "-1"):
+        assert make_request("one-stage", prompt="a", seed=seed).seed is None
+    largest = make_request("one-stage", prompt="a", seed=2**64 - 1)
+    largest.check()
+    assert list(largest.seeds) == [2**64 - 1]
+    for seed in (-2, 1.5, True, "a"):
+        with pytest.raises(InputError, match="--seed: "):
+            make_request("one-stage", prompt="a", seed=seed)

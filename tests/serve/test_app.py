@@ -138,9 +138,9 @@ def test_every_method_of_the_official_client(server, tmp_path):
     ({"pipeline": "retake"}, "num_frames", "the file of video_path decides"),
     ({"fps": "1e999999999"}, "fps", "is no number"),  # hours to read
     ({"fps": [24]}, "fps", "expected number"),
-    ({"seed": -1}, "seed", "0 or more"),
-    ({"seed": 2**63}, "seed", "below 2^63"),
-    ({"seed": 10**30}, "seed", "at most 20 digits"),
+    ({"seed": -2}, "seed", "at least -1"),
+    ({"seed": 2**64}, "seed", "0 to 2^64 - 1"),
+    ({"seed": 10**30}, "seed", "0 to 2^64 - 1"),
     ({"steps": 0}, "steps", "1 to 10000"),
     ({"video_cfg": "inf"}, "video_cfg", "finite"),
     ({"stg_blocks": [99]}, "stg_blocks", "the model has blocks"),

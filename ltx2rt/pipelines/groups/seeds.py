@@ -15,21 +15,35 @@ from ltx2rt.session.options import ModelOptions
 
 flag = flags_of("sampling")
 
-SEED_LIMIT = 2**63
+SEED_LIMIT = 2**64
 MAX_VIDEOS = 128  # in one batch; each takes a plan 0.1 s
+
+
+DRAWN = -1  # the seed that other programs give for a random one
 
 
 def draw_seed() -> int:
     return secrets.randbelow(2**32)
 
 
+def parse_seed(given: Any) -> int | None:
+    """None for -1, which asks for a random one. Raises ValueError."""
+    seed = int(given)
+    if isinstance(given, float) and seed != given:
+        raise ValueError
+    return None if seed == DRAWN else seed
+
+
 @dataclass(frozen=True)
 class Seed(Group):
-    seed: int | None = flag(None, "random seed (default: drawn and reported)", least=0, common=CLIP)
+    seed: int | None = flag(
+        None, "random seed (default, or -1: drawn and reported)", parse_seed, metavar="N", least=DRAWN,
+        expects="a whole number", json="integer", common=CLIP,
+    )  # fmt: skip
 
     def check(self, request: Any) -> None:
-        if self.seed is not None and self.seed > SEED_LIMIT - request.num_videos:
-            raise InputError(f"--seed: {self.seed}, expected below 2^63, --num-videos included")
+        if self.seed is not None and not 0 <= self.seed <= SEED_LIMIT - request.num_videos:
+            raise InputError(f"--seed: {self.seed}, expected 0 to 2^64 - 1, --num-videos included")
 
     def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         return {"seed": draw_seed()} if self.seed is None else {}

@@ -82,7 +82,7 @@ def parse_segment_seed(text: str | Sequence[int] | SegmentSeed) -> SegmentSeed:
         return text
     number, seed = map(int, text.split(":")) if isinstance(text, str) else map(index, text)
     if not 0 <= seed < SEED_LIMIT:
-        raise InputError(f"--segment-seed: seed {str(seed)[:30]}, expected 0 or more, below 2^63")
+        raise InputError(f"--segment-seed: seed {str(seed)[:30]}, expected 0 to 2^64 - 1")
     return SegmentSeed(number, seed)
 
 
@@ -347,7 +347,7 @@ def segment_seed(seed: int, i: int) -> int:
     """The seed of segment i: the clip's for the first, so that this one is the plain clip's; of the
     others a number that depends on both alone, not on how many segments there are."""
     digest = hashlib.sha256(f"segment {i} of {seed}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") % SEED_LIMIT if i else seed
+    return int.from_bytes(digest[:8], "little") % 2**63 if i else seed
 
 
 def continued(
