@@ -353,6 +353,14 @@ class Admission:
             return False
         return True
 
+    def _needs_lora(self, type_: type[Request]) -> bool:
+        """Whether requests of the pipeline must name a LoRA, beside those that are merged in all."""
+        try:
+            type_().check_options(self.options)
+        except InputError:
+            return True
+        return False
+
     def _unused(self, type_: type[Request]) -> set[str]:
         """Fields that the kind of the weights leaves no use for."""
         distilled = is_distilled(self.options, self.checkpoint)
@@ -383,6 +391,7 @@ class Admission:
                     "multiple_of_px": model.video_vae.space_factor * type_.scale,
                     "front": front(type_),
                     "images": MAX_IMAGES if type_.has(Images) else 0,
+                    "needs_lora": self._needs_lora(type_),
                     "fields": {
                         f: schema(found)
                         for f, found in self.fields(type_).items()

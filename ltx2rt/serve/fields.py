@@ -97,11 +97,14 @@ def offered(type_: type[Request], with_enhancer: bool = False) -> dict[str, Fiel
 
 
 def front(type_: type[Request]) -> list[str]:
-    """The fields that tell what the pipeline is to do with which file, apart from images."""
+    """The fields that tell what the pipeline is to do with which file, apart from images; where the
+    seconds to add tell it, only the file."""
+    flags = _flags(type_)
+    adds = "extend_frames" in flags
     return [
         name
-        for name, how in _flags(type_).items()
-        if (how.asks == type_.name or (how.asks is None and how.file and how.common))
+        for name, how in flags.items()
+        if ((how.asks == type_.name and not adds) or (how.asks is None and how.file and how.common))
         and how.parse is not parse_image
     ]
 

@@ -107,7 +107,7 @@ def test_a_video_from_the_prompt_to_its_sound(start, page):
     server = start("--warm", "64x64x9:one-stage", replicas="real")
     page.goto(server.url)
     fill(page, "a red fox <img src=x onerror=alert(1)>", seed="7", steps="3")
-    until(page, "/ready.*9 frames/.test(document.querySelector('#time').textContent)")
+    until(page, "/starts at once.*9 frames/.test(document.querySelector('#time').textContent)")
     page.click("#send")
     page.wait_for_selector("#jobs progress")
     page.wait_for_selector("text=Watch", timeout=90_000)
@@ -193,6 +193,8 @@ def test_sounds_and_videos_are_sent_and_several_videos_come_back(server, page, t
     send(page, "1:0.01: retaken")
     choose(page, "Follow a clip")
     page.set_input_files("[data-file=video_conditioning]", tmp_path / "moving.mp4")
+    page.click("#send")
+    assert "Choose the LoRA" in page.inner_text("#problem")
     page.click("#loras summary")
     page.check("[data-use=style]")
     set_fields(page, width="128", height="128")
@@ -248,6 +250,9 @@ def test_a_part_has_two_handles_and_a_region_is_drawn(server, page, tmp_path):
     send(page, "1:0: a part")
     assert [latest(server)[f"{at}_time"] for at in ("start", "end")] == [0.5, 0.74]
     choose(page, "Replace a region")  # of the same clip
+    until(
+        page, "document.querySelector('#time').textContent === 'Draw a rectangle on the picture.'"
+    )
     frame = page.locator(".shown .frame")
     until(page, "document.querySelector('.shown .frame video').readyState > 1")
     box = frame.bounding_box()
@@ -369,6 +374,7 @@ def test_jobs_are_cancelled_by_keyboard_and_survive_a_reload(server, page, brows
 def test_a_server_that_comes_back_is_found_again(start, page):
     server = start()
     page.goto(server.url)
+    assert "Follow a clip" not in page.inner_text("#tasks")  # no LoRA is there
     fill(page, "100:0.02")
     page.click("#send")
     page.wait_for_selector("#jobs progress")

@@ -22,7 +22,8 @@ const named = (quality) => quality in MEANS ? limits.presets[quality] : quality;
 const pipeline = () => limits.pipelines[named($("#pipeline").value)];
 const task = () => $("[name=task]:checked").value;
 const free = () => "num_frames" in pipeline().fields; // size and length are not those of a file
-const of = (name) => Object.keys(limits.pipelines).filter((one) => limits.pipelines[one].task === (name === PHOTO ? TEXT : name));
+const able = (one) => !limits.pipelines[one].needs_lora || limits.loras.length; // here, with the LoRAs that the server has
+const of = (name) => Object.keys(limits.pipelines).filter((one) => limits.pipelines[one].task === (name === PHOTO ? TEXT : name) && able(one));
 const quality = (name) => { // the choices of a pipeline: [value, text]
   const presets = Object.keys(limits.presets).filter((one) => limits.presets[one] === name);
   if (presets.length === 1 && presets[0] !== "draft") return [[name, `${presets[0]} (${name})`]];
@@ -103,7 +104,7 @@ function fillFields() {
   $("#sizes").hidden = !("seconds" in fields);
   $("#shape").hidden = !free();
   $("#how-long").textContent = free() ? "Seconds" : "Seconds to add";
-  $("#seconds").placeholder = files[needed()] === "sound" ? "as the sound" : "as usual";
+  $("#seconds").placeholder = files[needed()] === "sound" ? "as the sound" : free() ? "as the clip" : "4";
   if (needed()) $("#seconds").value = ""; // the file decides, unless a length is typed
   else $("#seconds").value ||= 5;
   $("#time").replaceChildren();
@@ -114,8 +115,9 @@ function control(name, { enum: choices, type, items, default: usual, description
   const id = `field-${name}`;
   let input;
   if (choices || type === "boolean") {
-    input = make("select", { id }, make("option", { value: "", textContent: usual === undefined ? "usual" : `usual: ${{ true: "yes", false: "no" }[usual] ?? usual}` }));
-    for (const value of choices ?? ["true", "false"]) input.append(make("option", { value, textContent: { true: "yes", false: "no" }[value] ?? value }));
+    const word = (value) => ({ true: "yes", false: "no" })[value] ?? value;
+    input = make("select", { id }, make("option", { value: "", textContent: usual === undefined ? "as usual" : `${word(usual)} (as usual)` }));
+    for (const value of choices ?? ["true", "false"]) input.append(make("option", { value, textContent: word(value) }));
   } else if (name.endsWith("prompt") || items) { // of several texts a line each
     input = make("textarea", { id, rows: 2 });
   } else {
@@ -234,7 +236,7 @@ async function check() {
   const number = ++asked;
   const missing = lacks();
   $("#time").classList.toggle("old", !missing);
-  if (missing) return $("#time").replaceChildren();
+  if (missing) return $("#time").replaceChildren(missing[0]);
   try {
     const { resolved, estimate } = await ask("POST", "v1/videos?check=1", body({ prompt: $("#prompt").value.trim() || "a clip" }));
     if (number !== asked) return;
@@ -245,7 +247,7 @@ async function check() {
     cut();
     const frames = resolved.num_frames ? `${resolved.num_frames} frames, ` : "";
     const bound = estimate.basis.startsWith("the device") ? "at least " : "about ";
-    const ready = limits.warm.includes(`${resolved.size}x${resolved.num_frames}:${resolved.pipeline}`) ? ", ready" : "";
+    const ready = limits.warm.includes(`${resolved.size}x${resolved.num_frames}:${resolved.pipeline}`) ? ", starts at once" : "";
     const time = estimate.seconds === null ? "time unknown until one has run" : bound + shortTime(estimate.seconds);
     const wait = estimate.wait_s ? `, starts in about ${shortTime(estimate.wait_s)}` : "";
     $("#time").replaceChildren(make("b", { textContent: time + wait + ready }), `${width} × ${height}, ${frames}${resolved.seconds.toFixed(2)} s`);
@@ -274,6 +276,9 @@ function lacks() {
   const name = needed();
   if (name && !sourceOf(name)) return [`Choose the ${pipeline().files[name]} first.`, `[data-file="${name}"]`];
   if (task() === PHOTO && !pictures.length) return ["Choose a photo first.", "#picture"];
+  const typed = (field) => $(`#order [data-field="${field}"]`)?.value;
+  if (pipeline().front.includes("mask_box") && !sourceOf("mask") && !typed("mask_box") && !typed("pad")) return ["Draw a rectangle on the picture.", '[data-field="mask_box"]'];
+  if (pipeline().needs_lora && !$("[data-use]:checked")) return ["Choose the LoRA that this task is made with.", "[data-use]"];
   return null;
 }
 

@@ -14,6 +14,7 @@ export function ordered(video) {
   mine.add(video.id);
   expect();
   show(video);
+  jobs.get(video.id).row.scrollIntoView({ behavior: "smooth", block: "nearest" });
 }
 
 function stateOf(video) {
