@@ -234,7 +234,7 @@ def test_a_task_has_in_front_what_it_needs(server, page, width):
 def test_a_part_has_two_handles_and_a_region_is_drawn(server, page, tmp_path):
     (tmp_path / "clip.mp4").write_bytes(moving(tmp_path))  # 25 frames of 64x64
     page.goto(server.url)
-    fill(page, "1:0: a part")
+    fill(page, "1:0: with handles")
     choose(page, "Redo a part")
     page.set_input_files("[data-file=video_path]", tmp_path / "clip.mp4")
     page.locator(".line").wait_for()
@@ -247,7 +247,7 @@ def test_a_part_has_two_handles_and_a_region_is_drawn(server, page, tmp_path):
     page.fill("#field-start_time", "0.5")
     assert page.input_value("[aria-label='start of the part']") == "0.5"
     until(page, "/64 . 64.*1.04 s/.test(document.querySelector('#time').textContent)")
-    send(page, "1:0: a part")
+    send(page, "1:0: with handles")
     assert [latest(server)[f"{at}_time"] for at in ("start", "end")] == [0.5, 0.74]
     choose(page, "Replace a region")  # of the same clip
     until(
