@@ -281,11 +281,12 @@ def make(
         time.sleep(POLL_S)
         for id in list(running):
             try:
-                video = server.ask("GET", f"/v1/videos/{id}", shape=VIDEO)
+                video: dict[str, Any] = server.ask("GET", f"/v1/videos/{id}", shape=VIDEO)
             except NotThere:  # somebody deleted it
-                x = {"seed": int(running[id][0].given["seed"]), "attempts": 0, "run_s": None}
+                x = {"attempts": 0, "run_s": None, "timings": None, "urls": {}}
+                x |= {"seed": int(running[id][0].given["seed"])}
                 error = failure("expired", "it was deleted on the server")
-                video = {"status": FAILED, "error": error, "x": x | {"timings": None, "urls": {}}}
+                video = {"id": id, "status": FAILED, "error": error, "x": x}
             if video["status"] not in (COMPLETED, FAILED):
                 continue
             order, attempt, left = running.pop(id)
