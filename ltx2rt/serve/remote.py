@@ -160,7 +160,7 @@ def retry_after_s(text: str) -> float:
             asked_s = parsedate_to_datetime(text).timestamp() - time.time()
         except (ValueError, OverflowError):
             asked_s = AGAIN_S
-    return max(POLL_S, min(MOST_WAIT_S, asked_s))  # of no number: MOST_WAIT_S
+    return max(POLL_S, min(MOST_WAIT_S, asked_s))  # min gives MOST_WAIT_S for nan
 
 
 def _stay(answer: httpx.Response) -> None:
