@@ -41,6 +41,7 @@ from ltx2rt.train.state import (
     make_folders,
     new_state,
     read_state,
+    remove_halves,
     require_shapes,
     states,
     write_lora,
@@ -221,11 +222,15 @@ class Run:
         trainer = self.trainer()
         if begun:
             trainer.restore(arrays, about["updates"])
-            say(f"continues at step {first} of {r.steps}")
+            say(f"continues at step {first} of {r.steps}" if first <= r.steps else
+                f"{r.steps} steps are done already ({first}); give more of them to go on")  # fmt: skip
         if main:
             remove_left(r.output)
-            lines = "".join(json.dumps(row) + "\n" for row in rows)
-            for name, text in {CONFIGURATION: flags_text(self.session, r), METRICS: lines}.items():
+            remove_halves(r.output)
+            texts = {METRICS: "".join(json.dumps(row) + "\n" for row in rows)}
+            if first <= r.steps:
+                texts[CONFIGURATION] = flags_text(self.session, r)
+            for name, text in texts.items():
                 with replacing(r.output / name) as partial:
                     partial.write_text(text)
             if begun and not lora_path(r.output, first).exists():

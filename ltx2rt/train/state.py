@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -53,6 +54,15 @@ def states(run: Path) -> list[Path]:
     return sorted((p for p in found if (p / "state.json").is_file()), key=lambda p: int(p.name))
 
 
+def remove_halves(run: Path) -> None:
+    """Remove states that a killed process began to write or to remove. Other folders stay."""
+    names = {f"{kind}.safetensors" for kind in KINDS}
+    for path in (run / STATES).iterdir():
+        half = path.name.isdecimal() and path.is_dir() and {p.name for p in path.iterdir()} <= names
+        if half or re.fullmatch(r"\.[0-9]+\.partial", path.name):
+            shutil.rmtree(path)
+
+
 def make_folders(run: Path) -> None:
     """Raises InputError where they cannot be made."""
     if (folder := run / STATES).is_symlink() and not folder.exists():
@@ -78,10 +88,9 @@ def new_state(
     """Write a state, which counts after the files that are written meanwhile. keep: number of
     latest states that stay; keep_every: steps that stay are multiples of it, 0: none. Raises
     NotWritten if the disk is full; earlier states are whole."""
-    folder, partial = run / STATES / f"{step:06d}", run / STATES / f".{step:06d}.partial"
+    folder = run / STATES / f"{step:06d}"
+    partial = _partial(folder)
     try:
-        for old in partial.parent.glob(".*.partial"):  # left by a killed process
-            shutil.rmtree(old)
         partial.mkdir()
         for kind, tensors in arrays.items():
             floats = {name: np.asarray(x, np.float32) for name, x in tensors.items()}
@@ -104,7 +113,11 @@ def new_state(
         raise NotWritten(error.errno, why, str(folder)) from error
     for old in states(run)[:-keep]:
         if not keep_every or int(old.name) % keep_every:
-            shutil.rmtree(old)
+            shutil.rmtree(old.rename(_partial(old)))
+
+
+def _partial(state: Path) -> Path:
+    return state.with_name(f".{state.name}.partial")
 
 
 def read_state(folder: Path) -> tuple[dict[str, Any], dict[str, dict[str, np.ndarray]]]:

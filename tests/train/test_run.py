@@ -195,6 +195,25 @@ def test_what_was_lost_is_named_and_what_is_not_ours_stays(cache, train, no_run,
     assert "cannot be created" in no_run("/proc/run")
 
 
+def test_fewer_steps_than_are_done_change_nothing(train, copied, capsys):
+    before = contents(copied)
+    train(copied, steps=3)
+    assert "3 steps are done already (4); give more" in capsys.readouterr().err
+    assert contents(copied) == before
+
+
+def test_halves_of_states_are_removed_at_the_next_start(train, copied):
+    """A killed process leaves them while it removes an old state; other folders are a user's."""
+    states_, mine = copied / "state", ("000001", ".000009.partial", "7")
+    for name in (*mine, "8", "notes", ".notes.partial"):
+        (states_ / name).mkdir()
+    shutil.copy(states_ / "000002" / "parameters.safetensors", states_ / "000001")
+    (states_ / "8" / "photo.jpg").touch()
+    train(copied)
+    left = {path.name for path in states_.iterdir()}
+    assert left == {"000002", "000004", "8", "notes", ".notes.partial"}
+
+
 def test_a_sound_that_no_target_reaches_is_said(train, tmp_path, capsys):
     train(tmp_path / "run", mode="t2v", targets="video-attn", steps=1)
     assert "none reaches the sound, so the LoRA will not change it" in capsys.readouterr().err
