@@ -12,7 +12,7 @@ import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from itertools import islice, pairwise, repeat
@@ -39,7 +39,8 @@ COMMON_RATES = (
 MORE_RATES = tuple(map(Fraction, (5, 8, 10, 12, 15, 16, 18, 20, 48, 100, 120)))
 ALPHA = "its alpha channel is dropped, what it hides becomes visible"
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
-LONGEST_S = 7 * 24 * 3600  # the most of a variable rate; beyond it, timestamps are damaged
+# the most that gaps may add: an hour, or so many frames for each; beyond it, times are damaged
+LONGEST_S, REPEATED = 3600, 100
 ROUNDED_S = Fraction(1, 1000)  # containers may count milliseconds
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
@@ -268,11 +269,12 @@ def _timed(
     """
     times = [time for time in given if time is not None]
     back = sum(b <= a for a, b in pairwise(times))
-    lasts = times[-1] - times[0] if times else 0
-    if len(times) < len(given) or 2 * back >= len(times) > 1 or lasts > LONGEST_S:
-        said = f"its timestamps are damaged; its frames are read at {float(fps):.4g} fps"
-        counted = tuple(i / fps for i in range(len(given)))
-        return _Timed(fps, counted, said=said if len(times) == len(given) else "")
+    damaged = f"its timestamps are damaged; its frames are read at {float(fps):.4g} fps"
+    counted = _Timed(fps, tuple(i / fps for i in range(len(given))), said=damaged)
+    if len(times) < len(given):
+        return replace(counted, said="")
+    if 2 * back >= len(times) > 1:
+        return counted
     found = _rate(times, header)
     for i in range(1, len(times)):
         if times[i] <= times[i - 1]:
@@ -287,6 +289,8 @@ def _timed(
     one = rate or min(COMMON_RATES, key=lambda common: abs(common - mean))
     end_s = times[-1] - times[0] + (longer_s or 1 / (rate or mean))
     count = max(round(end_s * one), 1)
+    if count > max(LONGEST_S * one, REPEATED * len(times)):
+        return counted
     if rate and count > len(times):
         more = f"it lacks {count - len(times)} frames; the one before each gap is shown longer"
         said = f"{said}; {more}" if said else more

@@ -207,8 +207,9 @@ def test_uneven_ticks_of_one_rate_are_constant(tmp_path):
 
 
 def test_a_file_without_timestamps_or_with_damaged_ones(tmp_path):
-    """None at all, one of months, and the same one for all frames."""
+    """None at all, one of months, one of days, and the same one for all frames."""
     write(tmp_path / "a.h264")
+    write(tmp_path / "days.mkv", [*range(0, 160, 10), 240 * 6 * 86400])  # 12 million repeated ones
     write(tmp_path / "gap.mkv", [*range(0, 160, 10), 240 * 10**7])
     write(tmp_path / "same.mp4")
     data = bytearray((tmp_path / "same.mp4").read_bytes())
