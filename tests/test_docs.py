@@ -5,8 +5,10 @@ Convention of the documents. The info string of a block says what it is:
     python, sh          run here; with "long" after it by `make test-long`, with "slow" by
                         `make test-full`
     sh gpu, tpu, ...    not run, and why (`NOT_RUN`): its `ltx2rt` commands must still be ones that
-    the program takes text                shown only; "text output": lines that the `sh` block
-    before it prints, in this order
+                        the program takes
+    js                  run in a browser by tests/serve/test_page.py
+    text                shown only; "text output": lines that the `sh` block before it prints, in
+                        this order
 
 Blocks run in a folder that has what the documents speak of: MODEL_DIR, a tiny checkpoint under the
 released files' names, and as examples/tiny-trained, demo/, .venv/bin, pictures, a sound, clips,
@@ -192,6 +194,7 @@ def test_block_runs_as_it_stands(block, clone):
 def test_block_says_what_it_is_and_why_it_is_not_run(block):
     when = ("", "long", "slow")
     languages = {"python": when, "sh": (*when, *NOT_RUN), "text": ("", "output")}
+    languages["js"] = ("",)  # run by tests/serve/test_page.py
     assert block.language in languages, f"{block}: {block.info!r}, expected a language"
     known = languages[block.language]
     assert block.why in known, f"{block}: {block.why!r} is no reason; known: {', '.join(known[1:])}"

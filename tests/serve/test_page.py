@@ -128,6 +128,24 @@ def test_a_video_from_the_prompt_to_its_sound(start, page):
     until(page, "document.querySelectorAll('#jobs li').length === 1")
 
 
+def test_the_lines_of_the_documentation_make_a_clip(start, page):
+    server = start()
+    page.goto(server.url)
+    text = (Path(__file__).parents[2] / "docs/serving.md").read_text()
+    lines = text.partition("```js\n")[2].partition("```")[0]
+    lines = lines.replace("http://127.0.0.1:8000", server.url).replace(
+        "the fox turns", "1:0: the fox turns"
+    )
+    page.evaluate(
+        "pixels => { window.file = new File([new Uint8Array(pixels)], 'fox.png'); }", [*png()]
+    )
+    page.evaluate("document.body.prepend(document.createElement('video'))")
+    made = page.evaluate(f"(async () => {{ {lines}; return video; }})()")
+    assert made["status"] == "completed", made["error"]
+    assert server.http.get(page.get_attribute("video >> nth=0", "src")).status_code == 200
+    assert latest(server)["images"][0]["frame"] == 0
+
+
 @pytest.mark.long
 def test_a_clip_in_segments_plays_while_it_is_made(start, page):
     server = start(replicas="real")
