@@ -47,8 +47,25 @@ OPUS_BITS_PER_S = 160_000
 # noise.
 AAC_OPTIONS = {"aac_pns": "0"}
 # the codes of H.264 annex E (matrix, primaries, transfer) and of FFmpeg's AVCOL_RANGE_MPEG
-BT709, LIMITED_RANGE = 1, 1
+BT709, LIMITED_RANGE, FULL_RANGE = 1, 1, 2
+# matrices of H.273 that a given clip may keep, as PyAV names them
+MATRICES = {1: "ITU709", 5: "ITU601", 6: "ITU601"}
+OF_COLOURS = ("yuv420p", "yuv422p10le")  # pixel formats that have the tags
 X265_REORDERS = 4  # frames: three B-frames of its preset and the one that they wait for
+
+
+@dataclass(frozen=True)
+class Colours:
+    """Tags of a video's colours, in the codes of H.273 and FFmpeg's AVCOL_RANGE_*. Only matrix and
+    range change pixels here: primaries and transfer come from the given clip."""
+
+    matrix: int = BT709
+    primaries: int = BT709
+    transfer: int = BT709
+    range: int = LIMITED_RANGE
+
+
+USUAL = Colours()
 
 
 @dataclass(frozen=True)
@@ -132,6 +149,7 @@ def write_mp4(
     origin: Origin | None = None,
     container: Container = MP4,
     pixel_aspect: Fraction = Fraction(1),
+    colours: Colours = USUAL,
 ) -> Durations:
     """Encode `chunks` as they come and rename the finished file to `path`, whatever its suffix.
 
@@ -140,7 +158,7 @@ def write_mp4(
     even. The iterator runs in the caller's thread, the encoder in its own. waveform: f32[2, N] in
     [-1, 1] (clamped), padded with silence or trimmed to num_frames / fps seconds; None: no sound.
     comment: stored as JSON. origin: marks the file. pixel_aspect: width of a pixel by its
-    height. Raises ValueError for misshapen or non-finite data, RuntimeError if the streams of the
+    height. colours: of 8 bits. Raises ValueError for misshapen or non-finite data, RuntimeError if the streams of the
     written file disagree.
     """
     import av
@@ -153,7 +171,7 @@ def write_mp4(
         with av.open(str(partial), "w", format=kind.format, options=how) as file:
             _describe(file, kind, comment, origin)
             # both streams exist before the first packet: the header is written then
-            video, audio = _streams(file, kind, fps, rate, pixel_aspect)
+            video, audio = _streams(file, kind, fps, rate, pixel_aspect, colours)
             _encode_video(file, video, chunks, num_frames)
             if audio is not None and waveform is not None:
                 _encode_audio(file, audio, waveform, sample_rate)
@@ -173,17 +191,18 @@ def _describe(
 
 
 def _streams(
-    file: Any, kind: Container, fps: Fraction, sample_rate: int | None, pixel_aspect: Fraction
-) -> tuple[Any, Any]:
+    file: Any, kind: Container, fps: Fraction, sample_rate: int | None, pixel_aspect: Fraction,
+    colours: Colours,
+) -> tuple[Any, Any]:  # fmt: skip
     """A video stream and, at a rate in Hz, one of sound, with their encoders."""
     video: Any = file.add_stream(kind.video, rate=fps, options=dict(kind.video_options))
     video.pix_fmt, codec = kind.pixels, video.codec_context
     codec.thread_count, codec.time_base = ENCODER_THREADS, 1 / fps
     if pixel_aspect != 1:
         codec.sample_aspect_ratio = pixel_aspect
-    if kind.pixels == "yuv420p":
-        codec.color_range = LIMITED_RANGE
-        codec.colorspace = codec.color_primaries = codec.color_trc = BT709
+    if kind.pixels in OF_COLOURS:
+        codec.color_range, codec.colorspace = colours.range, colours.matrix
+        codec.color_primaries, codec.color_trc = colours.primaries, colours.transfer
     if kind.pixels == TEN_BITS:
         codec.codec_tag, codec.color_range = "hvc1", LIMITED_RANGE  # as players of Apple ask
         codec.colorspace = codec.color_primaries = BT2020
@@ -214,6 +233,7 @@ class FollowedClip:
         comment: dict[str, Any] | None,
         origin: Origin | None = None,
         pixel_aspect: Fraction = Fraction(1),
+        colours: Colours = USUAL,
     ):
         import av
 
@@ -227,7 +247,7 @@ class FollowedClip:
             av.open(Sink(self._stream), "w", format="mp4", options=options | FRAGMENTS),
         )
         _describe(files[0], container, comment, origin)
-        how = container, fps, sample_rate, pixel_aspect
+        how = container, fps, sample_rate, pixel_aspect, colours
         self._files = [(file, *_streams(file, *how)) for file in files]
 
     def add(self, frames: Iterable[np.ndarray], waveform: np.ndarray | None) -> None:
@@ -391,10 +411,12 @@ def _video_frame(stream: Any, pixels: np.ndarray, number: int) -> Any:
         wide = pixels.dtype == np.uint16
         frame = av.VideoFrame.from_ndarray(pixels, format="rgb48be" if wide else "rgb24")
         how: dict[str, Any] = {}
-        if stream.pix_fmt == "yuv420p":
+        if stream.pix_fmt in OF_COLOURS:
             # without accurate rounding swscale darkens chroma by a fraction of a level
             exact = Interpolation.AREA | Interpolation.FULL_CHR_H_INT | Interpolation.ACCURATE_RND
-            how = {"dst_colorspace": Colorspace.ITU709, "dst_color_range": ColorRange.MPEG}
+            codec = stream.codec_context
+            how = {"dst_colorspace": Colorspace[MATRICES[codec.colorspace]]}
+            how["dst_color_range"] = ColorRange(codec.color_range)
             how["interpolation"] = exact
         frame = frame.reformat(format=stream.pix_fmt, **how)
     frame.pts, frame.time_base = number, stream.codec_context.time_base

@@ -38,7 +38,19 @@ import numpy as np
 from ltx2rt.atomic_file import replacing, unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import HighRange, as_frames, exr_bytes, from_model, video_signal
-from ltx2rt.media.mp4 import HLG, MOV, MP4, PQ, WEBM, Container, fit_audio, to_rgb8, write_mp4
+from ltx2rt.media.mp4 import (
+    HLG,
+    MOV,
+    MP4,
+    PQ,
+    USUAL,
+    WEBM,
+    Colours,
+    Container,
+    fit_audio,
+    to_rgb8,
+    write_mp4,
+)
 from ltx2rt.media.provenance import SIGNED_TYPES, XMP_TEXT, Origin
 from ltx2rt.media.sound import resample, wav_bytes, write_wav
 from ltx2rt.notes import note
@@ -223,6 +235,7 @@ def write_clip(
     origin: Origin | None = None,
     hdr: HighRange | None = None,
     pixel_aspect: Fraction = Fraction(1),
+    colours: Colours = USUAL,
 ) -> dict[Path, FileState]:
     """Write a clip in the form of its suffix; arguments and errors as for `write_mp4`.
 
@@ -246,7 +259,7 @@ def write_clip(
             lacking = f"{container.audio} has no {sample_rate} Hz"
             note(f"{path}: {lacking}; the sound is resampled to {USUAL_RATE} Hz")
             waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
-        clip |= {"waveform": waveform, "sample_rate": sample_rate}
+        clip |= {"waveform": waveform, "sample_rate": sample_rate, "colours": colours}
         write_mp4(path, shown, **clip, container=container)
     elif suffix in SOUNDS:
         if fitted is None:

@@ -23,11 +23,18 @@ from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import fit_audio
 from ltx2rt.media.provenance import Origin
-from ltx2rt.media.streams import chosen_audio, opened, tagged_s
+from ltx2rt.media.streams import chosen_audio, opened, sound_in, tagged_s
 from ltx2rt.notes import note
 
 # words for 0 and 1
-LEVELS = {"u8": (128, 2**7), "s16": (0, 2**15), "s32": (0, 2**31), "flt": (0, 1), "dbl": (0, 1)}
+LEVELS = {
+    "u8": (128, 2**7),
+    "s16": (0, 2**15),
+    "s32": (0, 2**31),
+    "s64": (0, 2**63),
+    "flt": (0, 1),
+    "dbl": (0, 1),
+}
 MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 # How far a sample may be from its time. Containers round times to 1 ms and recorders jitter by a
 # few, a lost packet of AAC or MP3 is 21 ms or more, and 45 ms are noticed (ITU-R BT.1359).
@@ -77,14 +84,15 @@ def sound_blocks(
     once. say: gets a sentence about such silence, and one about sound that is shorter than its
     header states.
 
-    More than two channels are mixed to stereo by libswresample's matrix, which `say` hears of.
+    More than two channels are mixed to stereo by libswresample's matrix, which `say` hears of; in
+    a layout that it does not know, odd ones are left and even ones right.
 
     Raises InputError if there is no sound, nothing of it can be decoded, it has times that go back,
     or is far beyond full scale.
     """
     from av.error import FFmpegError
 
-    path = path / "sound.wav" if path.is_dir() else path  # beside the frames of a folder
+    path = sound_in(path) if path.is_dir() else path
     try:
         with opened(path) as container:
             if not container.streams.audio:
@@ -168,7 +176,8 @@ class _Track:
     Samples `skip` to `stop` are wanted, `position` is behind the last one decoded, `given` of them
     have been yielded. unread_s: length of packets, since the latest frame, that cannot be decoded.
     lost: when the file has lost sound, and for how many seconds. longest: samples of its longest
-    frame. form: kind of numbers, channels and rate; mixed: the layout of more than two channels.
+    frame. form: kind of numbers, channels and rate; mixed: the layout of more than two channels,
+    which is unknown to libswresample or not.
     """
 
     path: Path
@@ -187,6 +196,7 @@ class _Track:
     promised_s: float = 0.0
     unread_s: float = 0.0
     mixed: str = ""
+    unknown: bool = False
     mixer: Any = None
     error: Exception | None = None
     lost: list[tuple[float, float]] = field(default_factory=list)
@@ -219,6 +229,8 @@ class _Track:
             raise InputError(f"{self.path}: {change}; save it again as WAV")
         yield from self.silence(self._late_s(frame))
         samples = _numbers(frame, self.skip - self.position, self.stop - self.position)
+        if len(samples) > self.channels:
+            samples = np.stack([samples[side::2].mean(0) for side in (0, 1)])
         if not np.isfinite(samples).all():
             raise InputError(f"{self.path}: its sound holds NaN or infinite samples; save it again")
         if samples.size and (peak := np.abs(samples).max()) > LOUDEST:
@@ -252,7 +264,7 @@ class _Track:
             raise InputError(f"{self.path}: {said}; save it again in 16, 24 or 32 bits")
         check_rate(self.path, frame.sample_rate)
         self.form, self.rate = form, frame.sample_rate
-        self.channels = frame.layout.nb_channels
+        self.channels = min(frame.layout.nb_channels, 2)
         self.first_s = (frame.time or 0.0) - self.unread_s
         self.mixed = decoded.layout.name if form[1] > 2 else ""
         skip = round((self.start_s - self.first_s) * self.rate)
@@ -261,13 +273,18 @@ class _Track:
             self.stop = self.skip + round(self.max_duration_s * self.rate)
 
     def _stereo(self, decoded: Any) -> Any:
-        """The frame, of more than two channels mixed to stereo."""
+        """The frame, of more than two channels mixed to stereo, unless their layout is unknown."""
         from av import AudioResampler
+        from av.error import FFmpegError
 
-        if decoded.layout.nb_channels <= 2:
+        if decoded.layout.nb_channels <= 2 or self.unknown:
             return decoded
         self.mixer = self.mixer or AudioResampler("fltp", "stereo", decoded.sample_rate)
-        (frame,) = self.mixer.resample(decoded)
+        try:
+            (frame,) = self.mixer.resample(decoded)
+        except FFmpegError:
+            self.unknown = self.form is None
+            return decoded
         frame.pts, frame.time_base = decoded.pts, decoded.time_base
         return frame
 
@@ -287,7 +304,8 @@ class _Track:
     def sentences(self) -> Iterator[str]:
         """Sentences about sound that is mixed, missing or shorter than in its header."""
         if self.mixed:
-            yield f"its sound ({self.mixed}) is mixed to stereo"
+            how = ", odd channels left, even ones right" if self.unknown else ""
+            yield f"its sound ({self.mixed}) is mixed to stereo{how}"
         if self.lost:
             lost_s, where = sum(s for _, s in self.lost), f"at {self.lost[0][0]:.4g} s"
             if len(self.lost) > 1:
@@ -309,7 +327,11 @@ def _promised_s(container: Any, stream: Any) -> float:
 
 def _numbers(frame: Any, start: int, stop: int) -> np.ndarray:
     """Samples `start` to `stop` of the frame, f32[channels, N]; infinite beyond float32."""
-    samples = frame.to_ndarray()
+    if frame.format.name.startswith("s64"):  # PyAV makes no array of them
+        size = frame.samples * (1 if frame.format.is_planar else frame.layout.nb_channels)
+        samples = np.stack([np.frombuffer(plane, np.int64)[:size] for plane in frame.planes])
+    else:
+        samples = frame.to_ndarray()
     if not frame.format.is_planar:
         samples = samples.reshape(-1, frame.layout.nb_channels).T
     offset, one = LEVELS[frame.format.name.removesuffix("p")]

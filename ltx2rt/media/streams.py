@@ -66,6 +66,13 @@ def opened(path: Path) -> Iterator[Any]:
         yield container
 
 
+def sound_in(folder: Path) -> Path:
+    """The sound of a folder of frames: sound.wav, or the only WAV that is there."""
+    usual = folder / "sound.wav"
+    found = [] if usual.exists() else [file for file in folder.iterdir() if file.suffix == ".wav"]
+    return found[0] if len(found) == 1 else usual
+
+
 def tagged_s(stream: Any) -> Fraction | None:
     """Seconds of Matroska's tag DURATION, such as 00:00:01.250000000."""
     if found := re.fullmatch(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):

@@ -24,12 +24,11 @@ import numpy as np
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped, wide_to_709
 from ltx2rt.media.images import Resize, read_rgb
-from ltx2rt.media.mp4 import BT709, BT2020
-from ltx2rt.media.streams import chosen_video, moving, opened, tagged_s
+from ltx2rt.media.mp4 import BT709, BT2020, LIMITED_RANGE, MATRICES, USUAL, Colours
+from ltx2rt.media.streams import chosen_video, moving, opened, sound_in, tagged_s
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # frames of a folder
-SOUND_BESIDE = "sound.wav"  # in a folder of frames, as `--output` writes it
-NUMBERS = re.compile(r"(\d+)")
+NUMBERS, NUMBERED = re.compile(r"(\d+)"), re.compile(r"%(?:0\d)?d|#+")
 HD, UNSPECIFIED = (1280, 720), 2  # pixels; FFmpeg's AVCOL_SPC_UNSPECIFIED
 HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
 COMMON_RATES = (
@@ -41,6 +40,7 @@ ALPHA = "its alpha channel is dropped, what it hides becomes visible"
 ODD = "it is {}x{}; the last pixels of odd sides are cut off"
 # the most that gaps may add: an hour, or so many frames for each; beyond it, times are damaged
 LONGEST_S, REPEATED = 3600, 100
+MOST_REPEATED = Fraction(8, 5)  # frames in place of each that is there
 ROUNDED_S = Fraction(1, 1000)  # containers may count milliseconds
 SOUND_LONGER_S = 1  # than the picture, of a whole file
 
@@ -51,9 +51,9 @@ class VideoInfo:
     average. rotation: degrees counter-clockwise by which the decoder's frames are turned. times_s:
     of every frame; the first need not be 0, and its sound starts there as well. pixel_aspect: the
     width of a pixel by its height, upright. sound_s: when the sound ends, by the header, after the
-    first frame. ignored: a sentence for each thing that reading changes or leaves out. varies: the
-    average rate of frames that come at no constant one, else 0. resampled: whether frames are found
-    by their times."""
+    first frame. colours: that a clip made of it keeps. ignored: a sentence for each thing that
+    reading changes or leaves out. varies: the average rate of frames that come at no constant one,
+    else 0. resampled: whether frames are found by their times."""
 
     width: int
     height: int
@@ -67,6 +67,7 @@ class VideoInfo:
     resampled: bool = False
     pixel_aspect: Fraction = Fraction(1)
     sound_s: float = field(default=0.0, compare=False)
+    colours: Colours = USUAL
 
     def said(self, fps: Fraction | None = None) -> Iterator[str]:
         """Sentences about changes; a variable rate is resampled to its own, or to `fps`."""
@@ -100,6 +101,19 @@ def folder_frames(path: Path) -> list[Path]:
     )
 
 
+def frames_path(given: Any) -> Path:
+    """A path; the folder of numbered frames for their pattern. Raises InputError for pictures in
+    the folder that the pattern leaves out."""
+    path = Path(given)
+    if not NUMBERED.search(path.name) or path.exists() or not path.parent.is_dir():
+        return path
+    before, after = map(re.escape, NUMBERED.split(path.name, maxsplit=1))
+    for file in folder_frames(path.parent):
+        if not re.fullmatch(rf"{before}\d+{after}", file.name):
+            raise InputError(f"{path}: {file} is no such frame; move it to another folder")
+    return path.parent
+
+
 def is_light(path: Path) -> bool:
     """Whether it is a folder of EXR images, which hold light."""
     return path.is_dir() and any(map(is_exr, folder_frames(path)[:1]))
@@ -119,7 +133,7 @@ def _pictures_info(path: Path, flag: str, most: int | None) -> VideoInfo:
     (width, height), fps = sizes[0], Fraction(24)
     times_s = tuple(i / fps for i in range(len(sizes)))
     odd = (ODD.format(width, height),) if width % 2 or height % 2 else ()
-    heard = (path / SOUND_BESIDE).is_file()
+    heard = sound_in(path).is_file()
     return VideoInfo(width // 2 * 2, height // 2 * 2, len(sizes), fps, 0, heard, times_s, odd)
 
 
@@ -190,38 +204,21 @@ def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any
     if path.is_file() and is_animated_webp(path):
         return _animated_info(path, flag, most)
     with _reading(path, flag, track) as (container, stream, said):
-        times, packets, first, length, begins = [], 0, None, None, list[Fraction]()
-        for packet in container.demux(stream):
-            packets += packet.size > 0
-            if first is None and packet.pts is not None:
-                begins.append(packet.pts * packet.time_base)
-            if packet.is_corrupt:
-                raise _truncated(path, flag, len(times))
-            for frame in packet.decode():
-                first = first or frame
-                if (frame.width, frame.height) != (first.width, first.height):
-                    change = f"changes its size at frame {len(times)}"
-                    raise InputError(f"{flag}: {path} {change}; cut it there")
-                times.append(None if frame.pts is None else frame.pts * frame.time_base)
-                length = Fraction((frame.duration or 0) * frame.time_base)
-            if most is not None and len(times) >= most:
-                length = None  # the last one's is not known to be the clip's
-                break
-        else:
-            if packets != stream.frames and _ends_early(container, stream, times, packets):
-                raise _truncated(path, flag, len(times))
-        fps = stream.average_rate or stream.guessed_rate
+        scan = _Scan()
+        scan.read(container, stream, path, flag, most)
+        fps, first = stream.average_rate or stream.guessed_rate, scan.first
         if first is None or not fps:
             wrong = "has no frames, or tells no frame rate"
             raise InputError(f"{flag}: {path} {wrong}; save it again as MP4")
-        fps, ignored = Fraction(fps), [*said, *_ignored(stream, first)]
+        fps, ignored = Fraction(fps), [*said, *_ignored(stream, first, scan.hides)]
         sounds = [s.codec_context is not None for s in container.streams.audio]
         if sounds and not any(sounds):
             ignored.append("its sound is of no known codec, and is left out")
         header = stream.average_rate, stream.guessed_rate
-        timed = _timed(times, fps, header, length or Fraction(0))
+        timed = _timed(scan.times, fps, header, scan.length)
         ignored += [timed.said] if timed.said else []
-        if begins and (late_s := float(timed.times_s[0] - min(begins))) > 1.5 / float(fps):
+        begins_s = min(scan.begins, default=timed.times_s[0])
+        if (late_s := float(timed.times_s[0] - begins_s)) > 1.5 / float(fps):
             ignored.append(f"its first {late_s:.3g} s cannot be decoded, and are left out")
         colour = _guessed_matrix(first)
         ignored += ["its colours are taken as BT.709, as players do at its size"] if colour else []
@@ -239,7 +236,50 @@ def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any
             resampled=timed.resampled,
             pixel_aspect=1 / aspect if turns % 2 else aspect,
             sound_s=_sound_end_s(container) - float(timed.times_s[0]),
+            colours=_colours(stream.codec_context, first),
         )
+
+
+@dataclass
+class _Scan:
+    """One pass over a stream. first: its first frame. times: of all; length: seconds of the last
+    one, 0 if that is not the clip's. begins: times of packets before the first frame. hides:
+    whether the alpha of any frame does."""
+
+    first: Any = None
+    times: list[Fraction | None] = field(default_factory=list)
+    begins: list[Fraction] = field(default_factory=list)
+    length: Fraction = Fraction(0)
+    hides: bool = False
+
+    def read(self, container: Any, stream: Any, path: Path, flag: str, most: int | None) -> None:
+        """Decode the stream, up to its frame `most`. Raises InputError."""
+        packets = 0
+        for packet in container.demux(stream):
+            packets += packet.size > 0
+            if self.first is None and packet.pts is not None:
+                self.begins.append(packet.pts * packet.time_base)
+            if packet.is_corrupt:
+                raise _truncated(path, flag, len(self.times))
+            for frame in packet.decode():
+                self.first = self.first or frame
+                if (frame.width, frame.height) != (self.first.width, self.first.height):
+                    change = f"changes its size at frame {len(self.times)}"
+                    raise InputError(f"{flag}: {path} {change}; cut it there")
+                self.times.append(None if frame.pts is None else frame.pts * frame.time_base)
+                self.length = Fraction((frame.duration or 0) * frame.time_base)
+                self.hides = self.hides or _hides(frame)
+            if most is not None and len(self.times) >= most:
+                self.length = Fraction(0)
+                return
+        if packets != stream.frames and _ends_early(container, stream, self.times, packets):
+            raise _truncated(path, flag, len(self.times))
+
+
+def _hides(frame: Any) -> bool:
+    """Whether any pixel is not opaque. GIFs have an alpha channel, used or not."""
+    alpha = any(component.is_alpha for component in frame.format.components)
+    return alpha and bool(frame.to_ndarray(format="rgba")[..., 3].min() < 255)
 
 
 @dataclass(frozen=True)
@@ -264,8 +304,8 @@ def _timed(
     the last one, 0: unknown.
 
     Times that go back are counted off from the one before. The rate is that of most intervals, and
-    gaps between frames, or a last one that lasts longer, repeat a frame; without such a rate that
-    nearest to the mean, of usual ones.
+    gaps between frames, or a last one that lasts longer, repeat a frame; without such a rate the
+    usual one nearest to the mean, or a lower one of whose frames all intervals are multiples.
     """
     times = [time for time in given if time is not None]
     back = sum(b <= a for a, b in pairwise(times))
@@ -282,11 +322,15 @@ def _timed(
     said = f"its timestamps go back in {back} places; frames are counted off there" if back else ""
     constant = is_constant(times, fps)
     rate = fps if constant else found
-    longer_s = length_s if rate and len(times) > 1 and length_s > 3 / (2 * rate) else 0
+    longer_s = length_s if len(times) > 1 and length_s > 3 / (2 * (rate or fps)) else 0
     if constant and not longer_s:
         return _Timed(fps, tuple(times), said=said)
     mean = (len(times) - 1) / (times[-1] - times[0])
-    one = rate or min(COMMON_RATES, key=lambda common: abs(common - mean))
+    nearest = min(COMMON_RATES, key=lambda common: abs(common - mean))
+    steps = [b - a for a, b in pairwise(times)]
+    lower = (r for r in MORE_RATES if mean < r < nearest and _multiples(steps, r))
+    rate = rate or next(lower, None)
+    one = rate or nearest
     end_s = times[-1] - times[0] + (longer_s or 1 / (rate or mean))
     count = max(round(end_s * one), 1)
     if count > max(LONGEST_S * one, REPEATED * len(times)):
@@ -300,7 +344,8 @@ def _timed(
 
 def _rate(times: Sequence[Fraction], header: Sequence[Fraction | None]) -> Fraction | None:
     """The rate of more than half of the intervals, within a rounding of 1 ms, where the others are
-    one missing frame each, or a tenth of them at most. None: there is no such rate."""
+    one missing frame each, a tenth of them at most, or whole numbers of frames that lengthen the
+    clip little. None: there is no such rate."""
     steps = sorted(b - a for a, b in pairwise(times) if b > a)
     if not steps:
         return None
@@ -316,7 +361,15 @@ def _rate(times: Sequence[Fraction], header: Sequence[Fraction | None]) -> Fract
     rate = max(rates, key=near)
     alike = near(rate)[0]
     single = steps[-1] * rate < Fraction(5, 2)
-    return rate if 2 * alike > len(steps) and (single or 10 * alike >= 9 * len(steps)) else None
+    whole = sum(steps) * rate <= MOST_REPEATED * len(steps) and _multiples(steps, rate)
+    few = single or whole or 10 * alike >= 9 * len(steps)
+    return rate if 2 * alike > len(steps) and few else None
+
+
+def _multiples(steps: Sequence[Fraction], rate: Fraction) -> bool:
+    """Whether every interval is a whole number of frames at the rate, within a rounding of 1 ms."""
+    slack = min(ROUNDED_S * rate, Fraction(1, 10))
+    return all(abs(step * rate - max(round(step * rate), 1)) <= slack for step in steps)
 
 
 def is_constant(times: Sequence[Fraction], fps: Fraction) -> bool:
@@ -327,9 +380,8 @@ def is_constant(times: Sequence[Fraction], fps: Fraction) -> bool:
     return near and all(abs(b - a - 1) < 0.5 for a, b in pairwise(at))
 
 
-def _ignored(stream: Any, frame: Any) -> Iterator[str]:
-    beside = stream.metadata.get("alpha_mode") == "1"  # VP8 and VP9: decoders leave it out
-    if beside or any(component.is_alpha for component in frame.format.components):
+def _ignored(stream: Any, frame: Any, hides: bool) -> Iterator[str]:
+    if hides or stream.metadata.get("alpha_mode") == "1":  # VP8 and VP9: decoders leave it out
         yield ALPHA
     if kind := HIGH_RANGES.get(stream.codec_context.color_trc):
         yield f"its colours of high dynamic range ({kind}) are tone-mapped to ordinary ones"
@@ -341,6 +393,17 @@ def _ignored(stream: Any, frame: Any) -> Iterator[str]:
         yield ODD.format(frame.width, frame.height)
     if (aspect := stream.sample_aspect_ratio or 1) != 1:
         yield f"its pixels are {aspect.numerator}:{aspect.denominator}; the model sees square ones"
+
+
+def _colours(codec: Any, frame: Any) -> Colours:
+    """The tags of a file in an ordinary range, where it names its matrix."""
+    wide = codec.color_trc in HIGH_RANGES or codec.color_primaries == BT2020
+    if wide or frame.format.is_rgb or frame.colorspace not in MATRICES:
+        return USUAL
+    tags = codec.color_primaries, codec.color_trc
+    primaries, transfer = (BT709 if tag in (0, UNSPECIFIED) else tag for tag in tags)
+    range_ = int(frame.color_range) or LIMITED_RANGE
+    return Colours(int(frame.colorspace), primaries, transfer, range_)
 
 
 def _sound_end_s(container: Any) -> float:

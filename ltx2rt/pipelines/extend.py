@@ -19,6 +19,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flag_like, flags_of
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.splice import FADE_FRAMES, Seam
+from ltx2rt.media.video import frames_path
 from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.group import refuse_beside
 from ltx2rt.pipelines.groups.size import Length, check_step
@@ -57,7 +58,14 @@ class Extend(Request):
     )
     before: bool = flag(False, "add the frames before the clip", asks="extend")
     join: Path | None = flag(
-        None, "second clip of the same rate", asks="extend", file="video", kept=True
+        None,
+        "second clip of the same rate",
+        frames_path,
+        metavar="FILE",
+        expects="a path",
+        asks="extend",
+        file="video",
+        kept=True,
     )
     loop: int | None = flag(
         None, "add 8G - 1 frames back to the first", asks="extend", metavar="G", least=1, most=10**5

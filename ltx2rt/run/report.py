@@ -80,11 +80,11 @@ SHOWN = ("image", "video", "sound")  # kinds of files that a manifest lists
 
 
 def labels(session: Session, request: Request, video: int, marks: Marks) -> dict[str, Any]:
-    """The keywords `comment`, `pixel_aspect` and `origin` of `write_clip`."""
+    """The keywords `comment`, `pixel_aspect`, `colours` and `origin` of `write_clip`."""
     about = comment(session, request, video)
     label: dict[str, Any] = {"comment": about if marks.metadata else None}
-    if info := getattr(request, "info", None):
-        label["pixel_aspect"] = info.pixel_aspect
+    if source := getattr(request, "source", None):
+        label |= {"pixel_aspect": source.info.pixel_aspect, "colours": source.info.colours}
     if not marks.provenance:
         return label
     files: dict[bool, list[Path]] = {False: [], True: []}

@@ -4,6 +4,7 @@ in one line."""
 import math
 import os
 import re
+import struct
 from fractions import Fraction
 
 import av
@@ -16,6 +17,7 @@ from tests.conftest import refused
 
 RATE = 12000
 SAMPLES = {"u8": np.uint8, "s16": np.int16, "s32": np.int32, "flt": np.float32, "dbl": np.float64}
+
 # torchaudio 2.11.0, functional.resample to 16 kHz in float64, channel 1 of `signal`; its float32 is
 # up to 1e-5 away.
 AT = (0, 1, 7, 100, 222, -2, -1)
@@ -152,6 +154,30 @@ def test_more_channels_are_mixed_to_stereo_by_ffmpegs_matrix(tmp_path, layout, c
     np.testing.assert_array_equal(found, expected.to_ndarray())
     assert np.abs(found).max() > 0.3
     assert said == [f"{tmp_path / 'a.wav'}: its sound ({layout}) is mixed to stereo"]
+
+
+def test_whole_numbers_of_64_bits_are_read(tmp_path):
+    with av.open(str(tmp_path / "a.wav"), "w") as container:
+        stream = container.add_stream("pcm_s64le", rate=RATE, layout="stereo")
+        exact = np.round(signal(RATE, 2501) * 2**7).astype(np.float32) / 2**7
+        frame = av.AudioFrame.from_ndarray(exact, format="fltp", layout="stereo")
+        frame.sample_rate = RATE
+        container.mux([*stream.encode(frame), *stream.encode()])
+    np.testing.assert_array_equal(read_sound(tmp_path / "a.wav")[0], exact)
+
+
+def test_channels_of_an_unknown_layout_are_mixed_by_side(tmp_path):
+    """60 channels, as an editor exports a timeline; libswresample has no matrix for them."""
+    samples = np.random.default_rng(0).integers(-(2**14), 2**14, (60, 3000)).astype("<i2")
+    head = struct.pack("<HHIIHH", 1, 60, 48000, 48000 * 120, 120, 16)
+    data = samples.T.tobytes()
+    chunks = b"WAVEfmt " + struct.pack("<I", 16) + head + b"data" + struct.pack("<I", len(data))
+    (tmp_path / "a.wav").write_bytes(b"RIFF" + struct.pack("<I", 36 + len(data)) + chunks + data)
+    said = []
+    found, _ = read_sound(tmp_path / "a.wav", say=said.append)
+    expected = np.stack([samples[0::2].mean(0), samples[1::2].mean(0)]) / 2**15
+    np.testing.assert_allclose(found, expected, atol=1e-6)
+    assert "(60 channels) is mixed to stereo, odd channels left, even ones right" in said[0]
 
 
 def remuxed(source, path, shift_s):

@@ -5,6 +5,7 @@ import os
 import re
 import struct
 from fractions import Fraction
+from pathlib import Path
 from types import SimpleNamespace
 
 import av
@@ -16,9 +17,10 @@ from PIL import Image
 from ltx2rt.errors import singular
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, wide_to_709
-from ltx2rt.media.mp4 import HLG, PQ, write_mp4
+from ltx2rt.media.mp4 import HLG, PQ, Colours, write_mp4
+from ltx2rt.media.output import write_clip
 from ltx2rt.media.sound import write_wav
-from ltx2rt.media.video import VideoInfo, read_frames, video_info
+from ltx2rt.media.video import VideoInfo, frames_path, read_frames, video_info
 from ltx2rt.stages.references import brightness
 from tests.conftest import refused
 
@@ -130,6 +132,18 @@ def test_a_variable_rate_is_resampled_by_time(tmp_path, times, rate):
         far = [abs(Fraction(time, 240) + first - at) for time in times]
         nearest = min(range(len(far)), key=lambda i: (far[i], -i))
         np.testing.assert_array_equal(pixels, stored[nearest])
+
+
+@pytest.mark.parametrize("times, rate, count", [
+    ([0, *np.cumsum([24 if i % 4 == 3 else 8 for i in range(40)])], 30, 61),  # a browser's recorder
+    ([0, *np.cumsum([36 if i % 2 else 12 for i in range(19)])], 20, 38),  # GIF's uneven delays
+])  # fmt: skip
+def test_intervals_that_are_whole_frames_lose_none(tmp_path, times, rate, count):
+    write(tmp_path / "a.mov", [int(t) for t in times], codec="png")
+    clip = Footage.read(tmp_path / "a.mov", FLAG)
+    assert (clip.info.fps, clip.info.num_frames) == (rate, count)
+    shown = [int(pixels[16, 24, 0]) for pixels in clip.frames()]
+    assert len({*shown}) == len({(20 + 10 * i) % 256 for i in range(len(times))})
 
 
 @pytest.mark.parametrize("name, times, last, shown, says", [
@@ -298,13 +312,15 @@ def test_a_mask_is_the_mean_brightness_of_each_token(tmp_path):
 
 
 def test_what_reading_leaves_out_is_said(tmp_path):
-    def ignored(name, codec, format, **how):
+    def ignored(name, codec, format, opaque=0, **how):
         with av.open(str(tmp_path / name), "w") as container:
             stream = container.add_stream(codec, rate=24)
             stream.width, stream.height, stream.pix_fmt = 48, 32, format
             for key, value in how.items():
                 setattr(stream.codec_context, key, value)
-            frame = av.VideoFrame.from_ndarray(np.zeros((32, 48, 3), np.uint8), format="rgb24")
+            clear = np.zeros((32, 48, 4), np.uint8)
+            clear[..., 3] = opaque
+            frame = av.VideoFrame.from_ndarray(clear, format="rgba")
             container.mux(stream.encode(frame.reformat(format=format)))
             container.mux(stream.encode())
         return video_info(tmp_path / name, FLAG).ignored
@@ -312,6 +328,7 @@ def test_what_reading_leaves_out_is_said(tmp_path):
     assert ignored("plain.mp4", "libx264", "yuv420p") == ()
     (alpha,) = ignored("alpha.mkv", "ffv1", "bgra")
     assert alpha.startswith("its alpha channel is dropped")
+    assert ignored("opaque.mkv", "ffv1", "bgra", opaque=255) == ()
     (wide,) = ignored("wide.mp4", "libx264", "yuv420p", sample_aspect_ratio=Fraction(4, 3))
     assert wide == "its pixels are 4:3; the model sees square ones"
     (bright,) = ignored("bright.mp4", "libx264", "yuv420p", color_trc=16)
@@ -372,6 +389,38 @@ def test_a_folder_of_pictures_is_a_clip_with_its_sound(tmp_path):
     (tmp_path / "shot11.png").write_bytes(b"none")
     with refused("shot11.png is no readable image"):
         Footage.read(tmp_path, FLAG)
+
+
+def test_a_pattern_of_numbered_frames_is_their_folder(tmp_path):
+    """As `--output` writes them, with their sound."""
+    for i in range(3):
+        Image.new("RGB", (48, 32)).save(tmp_path / f"fox-{i:05d}.png")
+    write_wav(tmp_path / "fox.wav", np.full((2, 4000), 0.5, np.float32), 8000)
+    for pattern in ("fox-%05d.png", "fox-%d.png", "fox-#####.png"):
+        assert frames_path(tmp_path / pattern) == tmp_path
+    assert Footage.read(tmp_path, FLAG).info.has_sound
+    assert abs(Footage.read(tmp_path, FLAG).sound(8000).mean() - 0.5) < 1e-3
+    Image.new("RGB", (48, 32)).save(tmp_path / "cover.jpg")
+    with refused("cover.jpg is no such frame; move it to another folder"):
+        frames_path(str(tmp_path / "fox-%05d.png"))
+    assert frames_path("100%.mp4") == Path("100%.mp4")
+
+
+@pytest.mark.parametrize("tags", [(5, 6, 6, 1), (1, 12, 1, 2), (6, 5, 13, 2), (1, 1, 1, 1)])
+def test_a_clip_made_of_another_keeps_its_colours_and_their_tags(tmp_path, tags):
+    matrix, primaries, transfer, range_ = tags
+    pixels = np.full((1, 32, 64, 3), (200, 40, 40), np.uint8)
+    colours = Colours(matrix, primaries, transfer, range_)
+    for name, how in (("a.mp4", colours), ("b.mov", None)):
+        how = how or video_info(tmp_path / "a.mp4", FLAG).colours
+        length = {"num_frames": 1, "fps": Fraction(24)}
+        write_clip(tmp_path / name, [pixels], **length, colours=how)
+        with av.open(str(tmp_path / name)) as file:
+            codec = file.streams.video[0].codec_context
+            found = codec.colorspace, codec.color_primaries, codec.color_trc, codec.color_range
+            assert found == tags
+        (shown,) = read(tmp_path / name, 1)
+        assert np.abs(shown.reshape(-1, 3).mean(0) - (200, 40, 40)).max() < 4
 
 
 def test_an_animated_webp_is_a_clip(tmp_path):

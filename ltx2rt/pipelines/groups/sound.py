@@ -3,13 +3,14 @@ has learnt to."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
+from ltx2rt.media.video import frames_path
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.session.options import as_number, from_tuple, parse_number
@@ -24,14 +25,15 @@ CONDITIONING, VOICE = "--audio-conditioning", "--voice"
 def parse_reference(text: str | tuple | Path | ReferenceSpec) -> ReferenceSpec:
     """FILE[:STRENGTH], read from the right, or a tuple of those."""
     if isinstance(text, ReferenceSpec):
-        return text
+        return replace(text, path=frames_path(text.path))
     if not isinstance(text, str):
         return ReferenceSpec(
             *from_tuple(text if isinstance(text, (tuple, list)) else (text,), Path, as_number)
         )
     head, _, last = text.rpartition(":")
     strength = parse_number(last) if head else None
-    return ReferenceSpec(Path(text)) if strength is None else ReferenceSpec(Path(head), strength)
+    path = frames_path(text if strength is None else head)
+    return ReferenceSpec(path) if strength is None else ReferenceSpec(path, strength)
 
 
 def check_reference(flag: str, reference: ReferenceSpec) -> None:

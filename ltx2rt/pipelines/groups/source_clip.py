@@ -15,7 +15,7 @@ from ltx2rt.flags import flag, flag_like
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import FITS, Resize
 from ltx2rt.media.streams import AUTO, Tracks
-from ltx2rt.media.video import is_light
+from ltx2rt.media.video import frames_path, is_light
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.pipelines.groups.size import Duration, Length, Pixels, Size, parse_fps
 from ltx2rt.session.options import ModelOptions
@@ -46,6 +46,9 @@ class SourceClip(Duration):
     video_path: Path | None = flag(
         None,
         "clip to start from; its size and rate are kept (required)",
+        frames_path,
+        metavar="FILE",
+        expects="a path",
         group="conditioning",
         also=("--video",),
         file="video",
