@@ -7,6 +7,8 @@ there, drawn at random and lying as they do there: slices of packed rows, videos
 has several readers once. Of a float8 linear (`--weights-dtype float8`) it is the quantisation of
 its operand. With `--stored TYPE ...` the blocks' matrices are kept as files of each type hold them.
 
+Of attention it is said how far each kernel that `--attention` names is from float64.
+
 Contestants do the same op: `kernel` is the backend's choice, so on a CPU the plain ops, and the
 reason is printed; `eager` is those plain ops; `compiled` is their Inductor code. The floor
 is the op's least traffic, every operand read once and every result written once, at the measured
@@ -39,6 +41,7 @@ from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_kernels.choose import why_not
 
 from benchmarks.measure import Spread, interleaved, machine, record
+from ltx2rt.errors import InputError
 from ltx2rt.fused.head_gate import divided
 from ltx2rt.graph.encodings import ENCODINGS, KEPT
 from ltx2rt.graph.ir import Graph, Node, Type, Value
@@ -51,11 +54,13 @@ from ltx2rt.placement.cost import node_flops
 from ltx2rt.placement.devices import device_kind
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.plan import make_plan
-from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.options import ATTENTION, ModelOptions
 
 CONTESTANTS = ("kernel", "eager", "compiled")
 # bytes of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
 COLD_BYTES = 256e6
+# of which attention's distance is taken: float64 scores of all queries would fill the memory
+EXACT_QUERIES = 256
 # that a measured run moves at least on a GPU: milliseconds, against which its one wait is nothing
 RUN_BYTES = 20e9
 
@@ -332,7 +337,8 @@ def contest(
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
-    device = CudaBackend(args.device).torch_device
+    backend = CudaBackend(args.device)
+    device = backend.torch_device
     size = args.preset, args.width, args.height, args.num_frames, args.levels, args.weights_dtype
     graphs: dict[str, Graph] = {}
     for kind in args.stored or [None]:
@@ -356,6 +362,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         f"{facts['device']}: a copy moves {rates.bytes_per_s / 1e9:.0f} GB/s, "
         f"a bfloat16 product reaches {rates.flops_per_s / 1e12:.3g} TFLOP/s"
     )
+    facts["attention"] = distances(graphs, backend)
+    for row in facts["attention"]:
+        far = ", ".join(f"{name} {x:.2e}" for name, x in row["distance"].items())
+        print(f"attention of {row['operands'][0]} to {row['operands'][1]}, from float64: {far}")
+    for reason in {why for row in facts["attention"] for why in row["why_not"].values()}:
+        print(reason)
     print(f"{'us':<58} {'floor':>9}" + "".join(f" {name:>18}" for name in args.contestants))
     facts["cases"] = []
     for case in cases(graphs, args.ops):
@@ -377,6 +389,40 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     if reasons := {found["why_not"] for found in facts["cases"]} - {None}:
         print("plain ops run in place of kernels: " + "; ".join(sorted(reasons)))
     return facts
+
+
+@torch.inference_mode()
+def distances(graphs: Mapping[str, Graph], backend: CudaBackend) -> list[dict[str, Any]]:
+    """The distance to float64 of each kernel of `--attention`, or why it is refused, for one sample
+    of every attention without a mask, drawn at random: those of LTX are normalised too."""
+    found, device = [], backend.torch_device
+    nodes = (node for graph in graphs.values() for node, _ in graph.walk())
+    cases = {
+        tuple(v.type.resized("B", 1) for v in node.inputs): node.attrs["scale"]
+        for node in nodes
+        if node.op == "attention" and len(node.inputs) == 3
+    }
+    generator = torch.Generator(device).manual_seed(0)
+    for types, scale in cases.items():
+        q, k, v = (
+            torch.randn(x.shape, dtype=DTYPES[x.dtype], device=device, generator=generator)
+            for x in types
+        )
+        wide, *others = (x.double().transpose(1, 2) for x in (q[:, :EXACT_QUERIES], k, v))
+        keys, values = (x.repeat_interleave(q.shape[2] // x.shape[1], dim=1) for x in others)
+        exact = ((wide @ keys.mT * scale).softmax(-1) @ values).transpose(1, 2)
+        row: dict[str, Any] = {"operands": [str(x) for x in types], "distance": {}, "why_not": {}}
+        for name in ATTENTION:
+            try:
+                backend.attend_by(name, types[0].dtype)
+            except InputError as error:
+                row["why_not"][name] = str(error)
+                continue
+            y = backend.hardware.attention(q, k, v, None, scale)[:, :EXACT_QUERIES].double()
+            row["distance"][name] = ((y - exact).norm() / exact.norm()).item()
+        found.append(row)
+    backend.attend_by("auto", "bfloat16")
+    return found
 
 
 def totals(cases: Sequence[dict], contestants: Sequence[str]) -> dict[str, dict[str, float]]:

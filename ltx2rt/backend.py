@@ -289,6 +289,11 @@ class Backend(Protocol):
         """Take at most this many GB of the device from now on (None: all of it), if the framework
         has such a limit. Its cache counts."""
 
+    def attend_by(self, name: str, dtype: str) -> None:
+        """Compute attention by this kernel, of `session.options.ATTENTION`, from now on; operands
+        that it does not take go where "auto" sends them. dtype: of the run. Raises InputError if it
+        takes none here."""
+
     def device(self) -> DeviceInfo: ...
     def peak_bytes(self) -> int | None:
         """Peak device memory since the start, if the framework tells."""
@@ -366,6 +371,11 @@ class BackendFactory(Protocol):
         raise InputError(
             f"backend {self.name} compiles on the device that runs, not for one that is absent"
         )
+
+    def why_not_attend(self, name: str) -> str | None:
+        """Why no device of this backend can `Backend.attend_by` this name, or None."""
+        only = f"backend {self.name} has one kernel for each device"
+        return None if name == "auto" else f"{only}; leave it out"
 
     def profile_key(self, device: DeviceInfo) -> str:
         """The name under which `placement.profiles` knows devices like it."""

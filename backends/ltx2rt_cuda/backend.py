@@ -303,6 +303,9 @@ class CudaBackend:
     def limit(self, max_memory: float | None) -> None:
         self.hardware.limit(max_memory)
 
+    def attend_by(self, name: str, dtype: str) -> None:
+        self.hardware.attend_by(name, dtype)
+
     def device(self) -> DeviceInfo:
         return self.hardware.info(self._pool)
 

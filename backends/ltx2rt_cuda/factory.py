@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,10 @@ class CudaFactory(BackendFactory):
         from ltx2rt_cuda.distributed import rendezvous
 
         return rendezvous()
+
+    def why_not_attend(self, name: str) -> str | None:
+        absent = name == "sage" and find_spec("sageattention") is None
+        return "sageattention is not installed; pip install sageattention" if absent else None
 
     def open(self, device: str, mesh: Mapping[str, int]) -> Any:
         let_threads_sleep(device)

@@ -238,6 +238,9 @@ class TpuBackend:
     def limit(self, max_memory: float | None) -> None:
         """Do nothing: a running JAX has no limit to set; the plan keeps within it."""
 
+    def attend_by(self, name: str, dtype: str) -> None:
+        """Do nothing: the factory takes no name but "auto"."""
+
     def device(self) -> DeviceInfo:
         count = jax.device_count(self.jax_device.platform)
         if self.device_kind == "cpu":

@@ -144,6 +144,8 @@ def _announce(session: Session, plan: Plan, remarks: Sequence[str]) -> None:
     encoded = options.weights_dtype in QUANTISED
     weights = f", weights in {options.weights_dtype}" if encoded else ""
     lines = [f"seed {plan.request.seed}; {session.dtype}{weights} on {backend.device().name}"]
+    if options.attention != "auto":
+        lines[0] += f", attention by {options.attention}"
     if backend.num_processes > 1:
         lines[0] += f", {backend.num_processes} processes"
     if options.device == "auto" and backend.device_kind == "cpu":

@@ -32,6 +32,7 @@ def alike(session: Session, plan: Plan, warm: bool) -> list[Any]:
     where = [backend.device().name, dict(backend.mesh), str(session.checkpoint.path.resolve())]
     clip = [list(request.size_px), request.clip_frames, steps, len(request.seeds)]
     kept = [options.compile, options.max_memory, options.lora_mode, len(plan.loras.user)]
+    kept += [options.attention] * (options.attention != "auto")
     return [request.name, *where, *clip, *how, *kept]
 
 

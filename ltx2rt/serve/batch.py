@@ -108,6 +108,7 @@ def made_by(admission: Admission) -> dict[str, Any]:
     loras = [[s.path.name, digest(s.path), s.strength, s.stage] for s in specs]
     flags = {"dtype": asked.dtype, "weights_dtype": asked.weights_dtype}
     flags["assume"] = asked.assume
+    flags["attention"] = None if asked.attention == "auto" else asked.attention
     set_ = {name: value for name, value in flags.items() if value is not None}
     return {"name": model.path.name, "digest": model.digest(), "loras": loras, **set_}
 

@@ -58,6 +58,9 @@ class DatasheetBackend:
     def limit(self, max_memory: float | None) -> None:
         """Nothing is taken of a device that is not here."""
 
+    def attend_by(self, name: str, dtype: str) -> None:
+        """Nothing attends on a device that is not here."""
+
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError("a device that is not here runs nothing")
 

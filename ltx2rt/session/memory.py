@@ -160,6 +160,7 @@ class Memory:
         warm: every set that the run loads is there from its start on. Raises InputError if it does
         not fit an empty device either."""
         self.backend.limit(self.options.max_memory)
+        self.backend.attend_by(self.options.attention, self.dtype)
         tried: dict[str, Any] = {}
 
         def fits(way: Way) -> bool:

@@ -52,6 +52,8 @@ def open_session(
         options = replace(options, mesh=choice.best.mesh)
         backend = get_backend(options.backend, options.device, options.mesh)
     session = Session(checkpoint, backend, options, options.compute_dtype(dtype) if dtype else None)
+    if options.attention != "auto":
+        backend.attend_by(options.attention, session.dtype)
     if choice and session.dtype == choice.session.dtype:
         session.adopt(choice.session)
     return session
@@ -136,8 +138,10 @@ def located(
 
 def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ) -> ModelOptions:
     """The options with the mesh of this launch, and with the number of its devices only if no flag
-    names a mesh. Raises InputError where flags and launch contradict each other."""
+    names a mesh. Raises InputError where flags contradict each other, the launch or the backend."""
     factory = get_factory(options.backend)
+    if reason := factory.why_not_attend(options.attention):
+        raise InputError(f"--attention {options.attention}: {reason}")
     launched = factory.rank_and_size(environment)[1] if factory.process_per_device else 1
     mesh = options.on_mesh(launched)
     free = prod(mesh.values()) > 1 and not options.mesh and not options.tp_size

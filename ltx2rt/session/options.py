@@ -25,6 +25,7 @@ from ltx2rt.weights.lora_config import lora_file
 from ltx2rt.weights.part_table import FILES
 
 DISTILLED_STAGES = ("stage1", "stage2")
+ATTENTION = ("auto", "flash", "cudnn", "torch", "sage")
 MEMORY = "devices and memory"  # a group of flags
 memory_flag, model_flag = flags_of(MEMORY), flags_of("model")
 gigabytes_flag = partial(memory_flag, None, metavar="GB", most=1e9)
@@ -246,6 +247,12 @@ class ModelOptions(PartFiles):
         "scan", "loop over blocks, or write them out", choices=("scan", "unrolled")
     )
     compile: bool = memory_flag(False, "compile the transformer's block with PyTorch Inductor")
+    attention: str = memory_flag(
+        "auto",
+        "attention kernel on GPUs: FlashAttention, cuDNN's, PyTorch's choice, or SageAttention, which "
+        "rounds scores to 8 bits; auto takes the fastest that rounds none",
+        choices=ATTENTION,
+    )
     memory: str = memory_flag(
         "auto",
         "if a run does not fit: auto frees weights once they are used and streams layers from host "
@@ -343,6 +350,9 @@ class ModelOptions(PartFiles):
                 )
         for lora in self.loras:
             existing_file("--lora", lora.path)
+        if self.attention == "sage" and self.compile:
+            why = "PyTorch Inductor does not see into sageattention"
+            raise InputError(f"--attention sage: {why}; leave out --compile")
         if self.weights_dtype and self.dtype == "float32":
             said = f"{self.weights_dtype} weights go with --dtype bfloat16, not float32"
             raise InputError(f"--weights-dtype: {said}; leave one out")

@@ -1,5 +1,7 @@
 """Attention kernels are refused for a reason; torch's compute the same in our order."""
 
+import re
+
 import ltx2rt_cuda.device.attention
 import pytest
 import torch
@@ -9,11 +11,13 @@ from ltx2rt_cuda.device.attention import (
     gpu_attention,
     preference,
     preferred_attention,
+    refuse,
     torch_attention,
     why_not_cudnn,
     why_not_flash3,
 )
 
+from ltx2rt.errors import InputError
 from ltx2rt.graph.ops import OPS
 from tests.parity import relative_l2
 
@@ -115,3 +119,48 @@ def test_flash3_refuses_what_it_cannot_take(change, reason):
     q, k, v = operands(torch.bfloat16)
     assert why_not_flash3(q, k, v, None) == "the operands are on cpu, the kernel runs on cuda"
     assert reason in why_not_flash3(*change(q, k, v))
+
+
+def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, return_lse=False):
+    """The signature of sageattention 1 and 2; twice the result, so that it is told apart."""
+    assert tensor_layout == "NHD" and not is_causal and not return_lse
+    return 2 * torch_attention(q, k, v, None, sm_scale)
+
+
+def test_each_name_goes_to_its_kernel_and_what_that_refuses_elsewhere(monkeypatch):
+    here, mask = operands(torch.bfloat16), torch.zeros(1, 1, 7, 9)
+    monkeypatch.setattr(ltx2rt_cuda.device.attention, "_sage", lambda: sageattn)
+    orders = [preference(here[0], None, by) for by in ("auto", "flash", "cudnn")]
+    assert [names[0] for names in orders] == ["cudnn", "flash2", "cudnn"]
+    assert all(len(names) == 4 for names in orders)
+    expected = torch_attention(*here, None, 0.3)
+    for by in ("auto", "flash", "cudnn", "torch", "sage"):  # sage refuses what is on a CPU
+        assert torch.equal(gpu_attention(*here, None, 0.3, by), expected)
+    refusals = ltx2rt_cuda.device.attention.why_not_installed
+    on_gpu = {"the operands are on cpu, the kernel runs on cuda": None}
+    monkeypatch.setattr(
+        ltx2rt_cuda.device.attention, "why_not_installed",
+        lambda *given: on_gpu.get(why := refusals(*given), why),
+    )  # fmt: skip
+    assert torch.equal(gpu_attention(*here, None, 0.3, "sage"), 2 * expected)
+    masked = torch_attention(*here, mask.bfloat16(), 0.3)
+    assert torch.equal(gpu_attention(*here, mask.bfloat16(), 0.3, "sage"), masked)
+    wide = operands(torch.bfloat16, dim=256)
+    alone = gpu_attention(*wide, None, 0.3, "torch")
+    assert torch.equal(gpu_attention(*wide, None, 0.3, "sage"), alone)
+
+
+@pytest.mark.parametrize("by,dtype,capability,reason", [
+    ("flash", "float32", (9, 0), "it takes bfloat16, and this run computes in float32"),
+    ("cudnn", "bfloat16", (7, 5), "it needs compute capability 8.0, this GPU has 7.5"),
+    ("sage", "bfloat16", (8, 9), "sageattention does not load here"),
+    ("cudnn", "bfloat16", (9, 0), "this PyTorch has no cuDNN"),
+    ("auto", "float32", (6, 1), None), ("torch", "float32", (6, 1), None),
+    ("flash", "bfloat16", (12, 0), None),
+])  # fmt: skip
+def test_a_kernel_that_cannot_run_is_refused_by_name(by, dtype, capability, reason, monkeypatch):
+    monkeypatch.setattr(ltx2rt_cuda.device.attention, "CUDNN_HERE", None)
+    if reason is None:
+        return refuse(by, dtype, capability)
+    with pytest.raises(InputError, match=f"--attention {by}: {re.escape(reason)}.*; leave it out"):
+        refuse(by, dtype, capability)

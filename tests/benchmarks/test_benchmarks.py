@@ -216,6 +216,10 @@ def test_every_op_with_a_kernel_is_raced_against_its_floor(tmp_path, capsys):
     assert {case["op"] for case in facts["cases"]} == set(WITH_KERNEL) - elsewhere
     why_not = {case["why_not"] for case in facts["cases"]}
     assert why_not == {"the operands are on cpu, the kernel runs on cuda"}
+    for row in facts["attention"]:  # sums of bfloat16 products, rounded once
+        assert row["distance"].keys() == {"auto", "torch"}
+        assert all(0 < x < 4e-3 for x in row["distance"].values())
+        assert row["why_not"].keys() == {"flash", "cudnn", "sage"}
     parts = ("text", "stage1", "stage2", "decode", "audio")
     assert facts["total_us"].keys() == {f"{part}, int8" for part in parts}
     decode = "decode, int8"

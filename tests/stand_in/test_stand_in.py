@@ -73,6 +73,13 @@ def test_a_request_is_recorded_and_repeated():
     assert request["mode"] == "resident" and request["reserved_bytes"] > request["planned_bytes"]
 
 
+@slow
+@pytest.mark.parametrize("by", ["flash", "cudnn", "torch"])
+def test_a_step_is_recorded_with_the_attention_that_is_asked_for(by):
+    found = session("tiny-2.3", TINY | {"steps": 2}, options={"attention": by}, runs=2)
+    assert found["replays"] == 14 and "refused" not in found["requests"][0]
+
+
 def sources(folder: Path) -> dict[str, dict[str, Any]]:
     """The fields of one small request of each pipeline."""
     from ltx2rt.media.mp4 import write_mp4

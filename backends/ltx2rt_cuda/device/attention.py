@@ -2,7 +2,8 @@
 
 On a GPU FlashAttention-3, if it is installed and takes the operands; else torch's own: cuDNN's where
 it surely has a plan, then FlashAttention-2, then those that take any operands. On a CPU, torch's
-choice.
+choice. A run may ask for one of them, or for SageAttention; operands that this one does not take go
+where they would go unasked.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from ltx2rt.errors import InputError
 from ltx2rt_cuda.collectives import differentiated
 
 TORCH = {  # in order of preference
@@ -31,6 +33,8 @@ CUDNN = 91501
 CUDNN_HERE = torch.backends.cudnn.version()  # torch.compile breaks a graph that asks for it
 # that the fused kernels fetch at once; a TMA descriptor takes no other strides either
 LOAD_BYTES = 16
+# the largest heads that the installed kernels take
+FLASH_HEAD, SAGE_HEAD = 256, 128
 
 
 @cache
@@ -44,24 +48,39 @@ def _flash3_is_installed() -> bool:
 
 
 @cache
+def _sage() -> Any:
+    return import_module("sageattention").sageattn
+
+
+@cache
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device)
 
 
-def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
-    """Why FlashAttention-3 cannot take q, k, v (B, tokens, heads, head_dim) and a mask, or None."""
+def why_not_installed(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, most: int
+) -> str | None:
+    """Why a kernel that is installed beside torch cannot take q, k, v (B, tokens, heads, head_dim)
+    and a mask, or None. most: the largest head that it takes."""
     if mask is not None:
         return "it takes no mask"
     if q.dtype not in (torch.bfloat16, torch.float16):
         return f"the operands are {q.dtype}, it takes bfloat16 and float16"
-    if q.shape[3] > 256 or q.shape[3] % 8:
-        return f"heads of {q.shape[3]}, it takes multiples of 8 up to 256"
+    if q.shape[3] > most or q.shape[3] % 8:
+        return f"heads of {q.shape[3]}, it takes multiples of 8 up to {most}"
     if any(x.stride(3) != 1 for x in (q, k, v)):
         return "an operand's last axis is strided"
     if torch.compiler.is_compiling():
         return "torch.compile does not see into it"
     if q.device.type != "cuda":
         return f"the operands are on {q.device.type}, the kernel runs on cuda"
+    return None
+
+
+def why_not_flash3(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> str | None:
+    """Why FlashAttention-3 cannot take the operands, or None."""
+    if reason := why_not_installed(q, k, v, mask, FLASH_HEAD):
+        return reason
     if not _flash3_is_installed():
         return "flash_attn_interface is not installed"
     if (capability := _capability(q.device))[0] != 9:
@@ -85,9 +104,32 @@ def why_not_cudnn(q: Tensor, mask: Tensor | None) -> str | None:
     return None
 
 
-def preference(q: Tensor, mask: Tensor | None) -> list[str]:
+def preference(q: Tensor, mask: Tensor | None, by: str = "auto") -> list[str]:
     """Names of TORCH, in the order of preference for these operands."""
-    return [name for name in TORCH if name != "cudnn" or why_not_cudnn(q, mask) is None]
+    names = [name for name in TORCH if name != "cudnn" or why_not_cudnn(q, mask) is None]
+    return sorted(names, key="flash2".__ne__) if by == "flash" else names
+
+
+def refuse(by: str, dtype: str, capability: tuple[int, int]) -> None:
+    """Raises InputError if the kernel `by` takes no operands of this dtype, or none on a GPU of this
+    compute capability."""
+    reason = None
+    if by in ("auto", "torch"):
+        return
+    if dtype not in ("bfloat16", "float16"):
+        reason = f"it takes bfloat16, and this run computes in {dtype}"
+    elif capability < (8, 0):
+        reason = f"it needs compute capability 8.0, this GPU has {capability[0]}.{capability[1]}"
+    elif by == "cudnn":
+        head = torch.empty(1, 1, 1, SAGE_HEAD)
+        reason = why_not_cudnn(head, None) if CUDNN_HERE else "this PyTorch has no cuDNN"
+    elif by == "sage":
+        try:
+            _sage()
+        except (ImportError, OSError) as error:  # built for another release of torch
+            reason = f"sageattention does not load here ({error})"
+    if reason:
+        raise InputError(f"--attention {by}: {reason}; leave it out")
 
 
 def aligned(x: Tensor) -> Tensor:
@@ -112,12 +154,15 @@ def torch_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale:
 
 
 def preferred_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, by: str = "auto"
 ) -> Tensor:
-    """torch_attention by the first of `preference` that takes the operands."""
+    """torch_attention by the first of `preference` that takes the operands; by torch's own choice
+    if `by` says so."""
     if mask is not None:  # the fused kernels that take masks take no shared keys
         k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], dim=2) for x in (k, v))
-    names = preference(q, mask)
+    if by == "torch":
+        return torch_attention(q, k, v, mask, scale)
+    names = preference(q, mask, by)
     with sdpa_kernel([TORCH[name] for name in names], set_priority=True):
         try:
             return torch_attention(q, k, v, mask, scale)
@@ -127,21 +172,26 @@ def preferred_attention(
             if mask is None or names[0] != "cudnn":
                 raise
     refused_by_cudnn.add(_operands(q, mask))
-    return preferred_attention(q, k, v, mask, scale)
+    return preferred_attention(q, k, v, mask, scale, by)
 
 
 def _operands(q: Tensor, mask: Tensor) -> tuple:
     return q.shape, q.dtype, mask.shape, mask.stride()
 
 
-def gpu_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Run FlashAttention-3 if it takes the operands, else the first of `preference`."""
+def gpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, by: str = "auto"
+) -> Tensor:
+    """Run the kernel `by` (`session.options.ATTENTION`) if it takes the operands; else, and unasked,
+    FlashAttention-3 if that does; else the first of `preference`."""
     q, k, v = aligned(q), aligned(k), aligned(v)
-    if why_not_flash3(q, k, v, mask) is None:
+    if by == "sage" and why_not_installed(q, k, v, mask, SAGE_HEAD) is None:
+        return _sage()(q, k, v, tensor_layout="NHD", sm_scale=scale)
+    if by not in ("cudnn", "torch") and why_not_flash3(q, k, v, mask) is None:
         found = _flash3()(q, k, v, softmax_scale=scale)
         # its first releases return the log-sums too
         return found[0] if isinstance(found, tuple) else found
-    return preferred_attention(q, k, v, mask, scale)
+    return preferred_attention(q, k, v, mask, scale, by)
 
 
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]

@@ -8,7 +8,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
 from ltx2rt.ranks.environment import number
-from ltx2rt_cuda.device.attention import gpu_attention, gpu_part
+from ltx2rt_cuda.device.attention import gpu_attention, gpu_part, refuse
 from ltx2rt_cuda.device.torch_device import Recorder, TorchDevice
 from ltx2rt_cuda.devices import RESERVE
 
@@ -68,6 +68,10 @@ class Cuda(TorchDevice):
         _, total = torch.cuda.mem_get_info()
         share = min(1.0, 1e9 * (max_memory or math.inf) / total)
         torch.cuda.set_per_process_memory_fraction(share)
+
+    def attend_by(self, name: str, dtype: str) -> None:
+        refuse(name, dtype, torch.cuda.get_device_capability())
+        self.attention = partial(gpu_attention, by=name)
 
     def info(self, recorder: Recorder | None) -> DeviceInfo:
         free, total = torch.cuda.mem_get_info()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, device
 
 from ltx2rt.backend import DeviceInfo
+from ltx2rt.errors import InputError
 from ltx2rt.placement.devices import host_memory
 from ltx2rt_cuda.device.attention import cpu_part, torch_attention
 from ltx2rt_cuda.host import give_back_freed, keep_freed
@@ -144,6 +145,11 @@ class TorchDevice:
 
     def limit(self, max_memory: float | None) -> None:
         """Keep allocated and cached memory within `max_memory` GB."""
+
+    def attend_by(self, name: str, dtype: str) -> None:
+        """Compute attention by this kernel from now on, as `Backend.attend_by`."""
+        if name not in ("auto", "torch"):
+            raise InputError(f"--attention {name}: it runs on a GPU, this is a CPU; leave it out")
 
     def info(self, recorder: Recorder | None) -> DeviceInfo:
         """recorder: of this process; the memory that it holds is not free."""
