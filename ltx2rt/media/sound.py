@@ -41,6 +41,7 @@ MIN_RATE, MAX_RATE = 1000, 768_000  # Hz; no recording has another
 SYNC_S = 0.02
 # FFmpeg's readers of headers that count samples
 COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")
+UNKNOWN_BYTES = 2**31 - 2**20  # and more: in WAV of a recorder that did not know the size
 BLOCK = 2**18  # samples of silence at once
 LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
 # Parameters of the low-pass: torchaudio's defaults, which the reference takes.
@@ -154,7 +155,7 @@ def _decoded(path: Path, index: int, track: _Track) -> Iterator[Any]:
     try:
         with opened(path) as container:
             stream = container.streams[index]
-            track.promised_s = _promised_s(container, stream)
+            track.promised_s = _promised_s(path, container, stream)
             for packet in container.demux(stream):
                 try:
                     frames = packet.decode()
@@ -318,11 +319,20 @@ class _Track:
             yield f"its sound ends at {self.ends_s:.4g} s, {says}"
 
 
-def _promised_s(container: Any, stream: Any) -> float:
+def _promised_s(path: Path, container: Any, stream: Any) -> float:
     """When the sound ends by its header, with what a codec adds; 0 where FFmpeg guesses."""
     if container.format.name in COUNTED and stream.duration:
-        return float(((stream.start_time or 0) + stream.duration) * stream.time_base)
+        end_s = float(((stream.start_time or 0) + stream.duration) * stream.time_base)
+        return end_s * (_promised_bytes(path) / path.stat().st_size)
     return float(tagged_s(stream) or 0)
+
+
+def _promised_bytes(path: Path) -> int:
+    """The size that a WAV states, of which FFmpeg reads what is there; else the file's."""
+    with path.open("rb") as file:
+        kind, stated = struct.unpack("<4sI", file.read(8).ljust(8, b"\0"))
+    known = kind == b"RIFF" and stated < UNKNOWN_BYTES
+    return max(path.stat().st_size, stated + 8 if known else 0)
 
 
 def _numbers(frame: Any, start: int, stop: int) -> np.ndarray:

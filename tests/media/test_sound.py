@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.media.sound import LEVELS, read_sound, resample
+from ltx2rt.media.sound import LEVELS, read_sound, resample, write_wav
 from tests.conftest import refused
 
 RATE = 12000
@@ -248,6 +248,21 @@ def test_sound_that_ends_before_its_header_says_is_told(tmp_path):
     (one,) = said
     assert re.fullmatch(f"{cut}: {ends}, {header}; if it is cut, copy it again", one)
     read_sound(cut, 0.0, 1.0, say=pytest.fail)  # is whole up to there
+
+
+@pytest.mark.parametrize("stated", [None, 0, 2**32 - 1, 2**31 - 1])
+def test_a_wav_that_is_cut_in_half_is_told(tmp_path, stated):
+    """FFmpeg takes its length from the file. A recorder that writes to a pipe states no size."""
+    write_wav(tmp_path / "a.wav", np.full((2, 24000), 0.1, np.float32), 24000)
+    data = (tmp_path / "a.wav").read_bytes()
+    if stated is not None:
+        data = data[:4] + stated.to_bytes(4, "little") + data[8:]
+    said = list[str]()
+    for size, lines in ((len(data), 0), (len(data) // 2, stated is None)):
+        (tmp_path / "a.wav").write_bytes(data[:size])
+        read_sound(tmp_path / "a.wav", say=said.append)
+        assert len(said) == lines
+    assert not said or re.search(r"ends at 0\.(49|5)\d* s, its header says (0\.99|1)\d* s", said[0])
 
 
 @pytest.mark.parametrize("codec, kind, names", [
