@@ -251,7 +251,7 @@ def test_sound_that_ends_before_its_header_says_is_told(tmp_path):
 
 
 @pytest.mark.parametrize("stated", [None, 0, 2**32 - 1, 2**31 - 1])
-def test_a_wav_that_is_cut_in_half_is_told(tmp_path, stated):
+def test_half_of_a_wav_gets_a_line(tmp_path, stated):
     """FFmpeg takes its length from the file. A recorder that writes to a pipe states no size."""
     write_wav(tmp_path / "a.wav", np.full((2, 24000), 0.1, np.float32), 24000)
     data = (tmp_path / "a.wav").read_bytes()
