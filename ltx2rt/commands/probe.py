@@ -33,7 +33,7 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, ProbeRequest]:
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """The files that a run reads, and those that it writes."""
     options, request = asked(args)
-    return options.files + request.files, [request.outputs]
+    return options.files + request.files, [request.outputs] if request.outputs else []
 
 
 def main(args: argparse.Namespace) -> int | None:
@@ -41,6 +41,7 @@ def main(args: argparse.Namespace) -> int | None:
     options = located(options)
     options.check()
     request.check()
-    if (status := start_ranks(args, options, [request.outputs])) is not None:
+    written = [request.outputs] if request.outputs else []
+    if not request.lists and (status := start_ranks(args, options, written)) is not None:
         return status
     run(options, request)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
+from ltx2rt.errors import GraphError
 from ltx2rt.graph.encodings import E4M3
 
 T = TypeVar("T")
@@ -182,6 +183,47 @@ class Repeat:
         """carry, invariant, data of `values`, one for each operand, or input of the body."""
         carries, fixed = self.num_carries, self.num_carries + self.num_invariants
         return [*values[:carries]], [*values[carries:fixed]], [*values[fixed:]]
+
+
+def tapped(graph: Graph, name: str) -> Graph:
+    """Return `graph` with one more output, under `name`.
+
+    name: of a module, such as `attn1.to_q`, for what the op with its weight gives; or of a value as
+    `ltx2rt graph` prints it, such as a block's input `video` or `%38`. Of a repeat, whose body is
+    looked through first, the output has the values of all iterations along a new first axis. Raises
+    GraphError if there is none.
+    """
+    if (found := _tapped(graph, name)) is None:
+        modules = {"*".join(p.rpartition(".")[0].split("*.")[-1:]) for p in graph.all_params()}
+        known = f"its modules are {', '.join(sorted(modules))[:400]}"
+        raise GraphError(f"{graph.name}: no module or value is named {name!r}; {known}")
+    return found
+
+
+def _tapped(graph: Graph, name: str) -> Graph | None:
+    for i, node in enumerate(graph.nodes):
+        if node.op == "repeat" and (body := _tapped(node.repeat.body, name)):
+            repeat = node.repeat
+            (*_, inner) = body.outputs.values()
+            made = graph.fresh(inner.type.stacked(repeat.axis, repeat.count))
+            args = {"repeat": replace(repeat, body=body)}
+            node = replace(node, outputs=(*node.outputs, made), args=args)
+            nodes = [*graph.nodes[:i], node, *graph.nodes[i + 1 :]]
+            return replace(graph, nodes=nodes, outputs=_also(graph, name, made))
+    params = set(graph.params.values())
+    for node in graph.nodes:
+        of = {v.name.rpartition(".")[0] for v in node.inputs if v in params}
+        named = any(f".{module}".endswith(f".{name}") for module in of)
+        for value in node.outputs[:1] if named else (*node.outputs, *node.inputs):
+            if named or (value.name == name and value not in params):
+                return replace(graph, outputs=_also(graph, name, value))
+    return None
+
+
+def _also(graph: Graph, name: str, value: Value) -> dict[str, Value]:
+    """The outputs with this one last; a body's outputs bear the names of its inputs."""
+    rest = {f"{n} after" if n == name else n: v for n, v in graph.outputs.items()}
+    return rest | {name: value}
 
 
 @dataclass(frozen=True)

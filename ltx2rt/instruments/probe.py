@@ -41,6 +41,9 @@ from ltx2rt.weights.lora import open_lora
 flag = flags_of("network")
 
 Arrays = dict[str, np.ndarray]
+LIST, OPTIONAL = Path("?"), ", optional"  # in place of a file: list what it has to hold
+WHOLE = ("token_ids", "mask", "sample_rate", "steps")  # the others are float32
+SMALL = {"S": 1024, "F": 9, "H": 64, "W": 64, "N": 48000, "C": 128}  # sizes that fit every model
 
 
 class Given:
@@ -50,7 +53,7 @@ class Given:
 
     def __init__(self, request: ProbeRequest):
         self.path, self.component = request.inputs or Path(), request.component
-        self.file = TensorFile(self.path) if request.inputs else None
+        self.file = TensorFile(self.path) if request.files else None
         self.names = set(self.file.names()) if self.file else set()
         self.known: list[str] = []
         self.sizes: dict[str, int] = {}
@@ -109,13 +112,48 @@ class Given:
                 if any(n != m and a != "B" for m, (a, n) in zip(shape, sizes.items(), strict=True)):
                     self.refuse(name, shape, sizes)
 
+    def audit(self, session: Session, call: Call, feeds: Mapping[str, np.ndarray]) -> None:
+        """Refuse feeds and weights that do not fit the call's graph, as `generate` does."""
+        graph = session.graph(call)
+        self.fit(graph, feeds)
+        session.weights.audit(call, graph)
+
+
+class Listed(Exception):
+    """A component has read all that it reads."""
+
+
+class Listing(Given):
+    """A line for each tensor that a component reads, in place of a file; it is given small ones."""
+
+    def __init__(self, request: ProbeRequest):
+        super().__init__(request)
+        self.lines: dict[str, str] = {}
+
+    def __call__(self, name: str, *axes: str | int) -> np.ndarray:
+        self.get(name, *axes)
+        self.lines[name] = self.lines[name].removesuffix(OPTIONAL)
+        shape = [
+            self.sizes.setdefault(a, SMALL.get(a, 1)) if isinstance(a, str) else a for a in axes
+        ]
+        return np.zeros(shape, np.int32 if name in WHOLE else np.float32)
+
+    def get(self, name: str, *axes: str | int) -> None:
+        kind = "int32" if name in WHOLE else "float32"
+        listed = ", ".join(str(a).replace(" ", "_") for a in axes)
+        self.lines.setdefault(name, f"{name} {kind}[{listed}]{OPTIONAL}")
+
+    def audit(self, session: Session, call: Call, feeds: Mapping[str, np.ndarray]) -> NoReturn:
+        raise Listed
+
+    def fit(self, graph: Graph | None, feeds: Mapping[str, np.ndarray]) -> NoReturn:
+        raise Listed
+
 
 def audited(session: Session, x: Given, call: Call, feeds: Mapping[str, np.ndarray]) -> Arrays:
     """The call's outputs on the host, once the feeds fit and the weights have passed the audit that
     `generate` makes. Raises InputError."""
-    graph = session.graph(call)
-    x.fit(graph, feeds)
-    session.weights.audit(call, graph)
+    x.audit(session, call, feeds)
     return {name: session.backend.to_host(y) for name, y in session.run(call, feeds).items()}
 
 
@@ -251,9 +289,7 @@ def _guided_step(session: Session, request: ProbeRequest, x: Given) -> Arrays:
         stg_blocks=tuple(np.flatnonzero(perturbed).tolist()) if branches.perturbed else (),
     )
     call = Call("guided-step", structure, steps=1, loras=_loras(session, "transformer"))
-    graph = session.graph(call)
-    x.fit(graph, feeds)
-    session.weights.audit(call, graph)
+    x.audit(session, call, feeds)
     (step,) = session.denoise(call, feeds, {"sigmas": sigmas[None]})
     return {name: session.backend.to_host(value) for name, value in step.items()}
 
@@ -298,10 +334,9 @@ def _video_encoder(session: Session, request: ProbeRequest, x: Given) -> Arrays:
 def _audio_decoder(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     latent = x("latent", "B", "C", "n", "bins")
     call = Call("audio-decoder", latent.shape)
-    x.fit(session.graph(call), {"latent": latent})
-    mel = session.graph(call).outputs["mel"].type.shape
-    for network in (call, Call("vocoder", mel)):
-        session.weights.audit(network, session.graph(network))
+    x.audit(session, call, {"latent": latent})
+    vocoder = Call("vocoder", session.graph(call).outputs["mel"].type.shape)
+    session.weights.audit(vocoder, session.graph(vocoder))
     mel, waveform = decode_sound(session, latent)
     rate = np.array([session.config.vocoder.sample_rate], np.int32)
     return {"mel": mel, "waveform": waveform, "sample_rate": rate}
@@ -351,9 +386,15 @@ class ProbeRequest:
     """A network run on given tensors, or for the tokenizer on `prompts`."""
 
     component: str = flag(MISSING, f"network to run: {', '.join(COMPONENTS)}", metavar="NAME")
-    outputs: Path = flag(MISSING, "safetensors file for the outputs, in float32", group="output")
+    outputs: Path | None = flag(
+        None,
+        "safetensors file for the outputs, in float32 (required, but with --inputs ?)",
+        group="output",
+    )
     inputs: Path | None = flag(
-        None, "safetensors file with the network's inputs (required, but for the tokenizer)"
+        None,
+        "safetensors file with the network's inputs (required, but for the tokenizer); "
+        "`?` lists them",
     )
     prompts: tuple[str, ...] = flag(
         (), "texts for the tokenizer", name="--prompt", metavar="TEXT", repeat=True
@@ -365,13 +406,20 @@ class ProbeRequest:
     @property
     def files(self) -> list[Path]:
         """The files that it reads."""
-        return [self.inputs] if self.inputs else []
+        return [self.inputs] if self.inputs and not self.lists else []
+
+    @property
+    def lists(self) -> bool:
+        """Whether to list the inputs and run nothing."""
+        return self.inputs == LIST and not LIST.exists()
 
     def check(self) -> None:
         """Raises InputError; reads no file."""
         if self.component not in COMPONENTS:
             known = f"known components: {', '.join(COMPONENTS)}{hint(self.component, COMPONENTS)}"
             raise InputError(f"unknown component {self.component!r}; {known}")
+        if self.outputs is None and not self.lists:
+            raise InputError("probe writes --outputs FILE, none was given")
         if self.component == "tokenizer":
             if not self.prompts:
                 raise InputError("probe tokenizer reads --prompt TEXT ..., none was given")
@@ -379,7 +427,7 @@ class ProbeRequest:
                 raise InputError(f"--prompt: {NO_TEXT}")
         elif self.inputs is None:
             raise InputError(f"probe {self.component} reads --inputs FILE, none was given")
-        else:
+        elif not self.lists:
             existing_file("--inputs", self.inputs)
 
 
@@ -396,16 +444,24 @@ def opened(options: ModelOptions, parts: tuple[str, ...]) -> Checkpoint:
 
 
 def run(options: ModelOptions, request: ProbeRequest) -> None:
-    """Run the component on the inputs. Raises InputError before any weight is read."""
+    """Run the component on the inputs, or list these. Raises InputError before any weight is
+    read."""
     request.check()
     component, parts = COMPONENTS[request.component]
     checkpoint = opened(options, parts)
-    read = [*options.files, *checkpoint.files, *request.files]
-    check_outputs([("--outputs", request.outputs)], read)
+    if request.outputs:
+        read = [*options.files, *checkpoint.files, *request.files]
+        check_outputs([("--outputs", request.outputs)], read)
     for part in parts:
         if request.component != "tokenizer":
             checkpoint.source(part)  # raises for one that is not there, naming its flag
     session = open_session(options, "float32", checkpoint)
+    if request.lists:
+        listing = Listing(request)
+        with suppress(Listed, InputError):  # an InputError is about the small zeros that it gives
+            component(session, request, listing)
+        print("\n".join(listing.lines.values()))
+        return
     outputs = component(session, request, Given(request))
-    if session.backend.is_main:
+    if session.backend.is_main and request.outputs:
         write_arrays(request.outputs, outputs)

@@ -526,3 +526,24 @@ def test_a_tokenizer_equals_transformers(tiny, probed):
     for name, theirs in (("token_ids", "input_ids"), ("mask", "attention_mask")):
         assert tokens[name].dtype == np.int32
         np.testing.assert_array_equal(tokens[name], reference[theirs])
+
+
+@pytest.mark.parametrize("component, some", [
+    ("transformer", ("video_positions float32[B, 3, video_tokens, 2]",
+                     "video_attention_mask float32[B, video_tokens, video_tokens], optional")),
+    ("text-encoder", ("token_ids int32[B, S]", "mask int32[B, S]")),
+    ("train-step", ("audio_noise float32[B, audio_tokens, 128]",)),
+    ("guided-step", ("guidance float32[2, 4]", "sigmas float32[2]")),
+    ("video-encoder", ("frames float32[B, 3, F, H, W]",)),
+    ("audio-encoder", ("waveform float32[B, 2, N]", "sample_rate int32[1]")),
+    ("audio-decoder", ("latent float32[B, C, n, bins]",)),
+    ("diffusion-decoder", ("noise float32[B, 3, F, H, W]",)),
+    ("schedule", ("steps int32[1]",)),
+])  # fmt: skip
+def test_a_mark_lists_the_inputs(command, tiny, component, some):
+    model = tiny("tiny-2.5" if component == "diffusion-decoder" else "tiny-2.3", "official")
+    where = ("--backend", "cuda", "--device", "cpu", "--model", model)
+    status, out, err = command("probe", *where, "--component", component, "--inputs", "?")
+    assert status == 0 and not set(some) - set(out.splitlines()), (out, err)
+    status, _, err = command("probe", *where, "--component", component, "--inputs", model)
+    assert status == 2 and "probe writes --outputs FILE" in err

@@ -5,10 +5,12 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import GraphError
-from ltx2rt.graph import ParamSpec, trace
+from ltx2rt.graph import Ops, ParamSpec, trace
 from ltx2rt.graph.interpret import interpret
+from ltx2rt.graph.ir import tapped
 from ltx2rt.graph.ops import OPS
 from ltx2rt.graph.show import show
+from ltx2rt.graph.verify import verify
 from ltx2rt.passes.unroll import unroll
 
 
@@ -218,3 +220,35 @@ def test_a_body_of_several_layers_names_each_by_its_place():
         expected = expected @ params[name].T
     for same in (graph, unroll(graph)):
         np.testing.assert_allclose(interpret(same, params, {"x": x})["x"], expected, rtol=1e-4)
+
+
+def stacked(o: Ops):
+    x = o.input("x", B=2, D=3)
+    before = o.linear(x, "first", {"D": 3})
+
+    def body(o, carry, invariant, data):
+        return {"x": o.linear(carry["x"], "attn1.to_q", {"D": 3})}, {}
+
+    carry, _ = o.repeat(body, 4, {"x": before}, prefix="blocks.*.")
+    return {"y": carry["x"]}
+
+
+@pytest.mark.parametrize("name", ["first", "attn1.to_q", "blocks.*.attn1.to_q", "x", "%0"])
+def test_values_within_a_graph_are_read_by_name(name):
+    graph = trace("net", stacked, "float32")
+    rng = np.random.default_rng(0)
+    params = {n: rng.standard_normal(p.shape) for n, p in graph.parameters().items()}
+    given = {"x": rng.standard_normal((2, 3))}
+    found = interpret(verify(tapped(graph, name)), params, given)
+    np.testing.assert_array_equal(found["y"], interpret(graph, params, given)["y"])
+    after = [given["x"] @ params["first.weight"].T + params["first.bias"]]
+    for i in range(4):
+        where = f"blocks.{i}.attn1.to_q"
+        after.append(after[-1] @ params[f"{where}.weight"].T + params[f"{where}.bias"])
+    expected = after[0] if name == "first" else after[:4] if name == "x" else after[1:]
+    np.testing.assert_allclose(found[name], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_name_that_the_graph_lacks_lists_its_modules():
+    with pytest.raises(GraphError, match=r"named 'attn9'; its modules are attn1\.to_q, first"):
+        tapped(trace("net", stacked, "float32"), "attn9")
