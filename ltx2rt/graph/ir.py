@@ -188,8 +188,8 @@ class Repeat:
 def tapped(graph: Graph, name: str) -> Graph:
     """Return `graph` with one more output, under `name`.
 
-    name: of a module, such as `attn1.to_q`, for what the op with its weight gives; or of a value as
-    `ltx2rt graph` prints it, such as a block's input `video` or `%38`. Of a repeat, whose body is
+    name: of a module, such as `attn1.to_q`, for the output of the op with its weight; or of a value
+    as `ltx2rt graph` prints it, such as a block's input `video` or `%38`. Of a repeat, whose body is
     looked through first, the output has the values of all iterations along a new first axis. Raises
     GraphError if there is none.
     """
