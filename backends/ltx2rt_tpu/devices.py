@@ -12,6 +12,7 @@ COLLECTIVE_S = 2e-6  # fixed latency of a collective; assumed, not measured
 # the chips of two devices of a v7x 2x2x1: a pair has one link, or is on one chip; a line of 4
 # passes half of an all-to-all of its pairs through the middle; 8 have two links on v6e, a v7x
 # chip's devices have one each.
+V6E_NAMES = ("TPU v6 lite", "TPU v6e", "Trillium")
 V6E_LINKS = {2: (90e9, 90e9), 4: (67.5e9, 90e9), 8: (79e9, 180e9)}
 V7X_LINKS = {2: (300e9, 300e9), 4: (67.5e9, 90e9), 8: (79e9, 90e9)}
 
@@ -58,9 +59,9 @@ KINDS = (
     # TPU v5e: 16 GB, 197 TFLOP/s, 819 GB/s, ICI 400 GB/s in both directions together.
     _tpu("v5e", "trillium", 16e9, 197e12, 0.819e12, 200e9, ("TPU v5 lite", "TPU v5e")),
     # TPU v6e: one core a chip, ICI 800 GB/s in both directions together.
-    _tpu("v6e", "trillium", 32e9, 918e12, 1.638e12, 400e9, ("TPU v6 lite", "TPU v6e"), V6E_LINKS),
+    _tpu("v6e", "trillium", 32e9, 918e12, 1.638e12, 400e9, V6E_NAMES, V6E_LINKS),
     # TPU v5p: 95 GB, 459 TFLOP/s, 2765 GB/s, ICI 1200 GB/s in both directions together.
     _tpu("v5p", "ironwood", 95e9, 459e12, 2.765e12, 600e9, ("TPU v5", "TPU v5p")),
     # TPU7x: 192 GB, 2307 TFLOP/s, 7380 GB/s, ICI 1200 GB/s a chip, of which a device is one half.
-    _tpu("v7x", "ironwood", 96e9, 1153.5e12, 3.69e12, 300e9, ("TPU7x",), V7X_LINKS),
+    _tpu("v7x", "ironwood", 96e9, 1153.5e12, 3.69e12, 300e9, ("TPU7x", "Ironwood"), V7X_LINKS),
 )

@@ -52,7 +52,7 @@ class Sustained:
 @dataclass(frozen=True)
 class DeviceKind:
     """One device as a program sees it. profile: how networks are split over several unless another
-    is asked for. found_as: what its backend calls it.
+    is asked for. found_as: what its backend and its maker call it.
 
     memory_bytes: as sold; the driver offers a little more on GPUs, a little less on TPUs.
     flops_per_s: bfloat16, dense; quantised_flops_per_s: of quantised linears as the backend runs
@@ -135,6 +135,7 @@ UNREAD = (  # words of a device's name that do not tell its kind
     r"\b(nvidia|geforce|tesla|blackwell|workstation|server|edition|google|cloud)\b"
     r"|\b(tpu|gpu|hbm\w*|sxm\d?)\b"
 )
+AMD = re.compile(r"amd|radeon|instinct|gfx\d|mi ?\d{3}|\brx ?\d{4}", re.IGNORECASE)
 # cores in a device, as names such as v5p-8 count them
 CORES = {"v5e": 1, "v6e": 1, "v5p": 2, "v7x": 1}
 
@@ -147,6 +148,8 @@ def device_kind(name: str) -> DeviceKind:
         return device_kinds()[found[0]]
     if found:
         raise InputError(f"--device-kind: {name!r} may be {' or '.join(found)}; choose one")
+    if AMD.search(name):
+        raise InputError(f"--device-kind: {name[:80]!r}: AMD GPUs are not supported")
     names = {model: kind.name for kind in device_kinds().values() for model in _names(kind)}
     near = nearest(_model(name)[0], names)
     meant = f"; did you mean {names[near]}?" if near else ""
@@ -224,12 +227,15 @@ SLICES = {"v5e": FLAT, "v6e": FLAT, "v5p": DEEP, "tpu7x": DEEP}
 
 
 def slice_chips(name: str) -> str:
-    """A topology in libtpu's words, also of a slice's name: v7x-8 is tpu7x:2x2x1. Other names as
-    they are."""
+    """A topology in libtpu's words, also of a slice's name: v7x-8 and ironwood:2x2x1 are
+    tpu7x:2x2x1. Other names as they are."""
     kind, count = _several(name) or ("", 0)
+    spelled, _, chips = name.partition(":")
     for generation, (known, in_chip) in GENERATIONS.items():
         if known == kind and (sides := SLICES[generation].get(count // in_chip)):
             return f"{generation}:{'x'.join(map(str, sides))}"
+        if chips and _kinds(spelled) == [known]:
+            return f"{generation}:{chips}"
     return name
 
 

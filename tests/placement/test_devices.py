@@ -43,8 +43,8 @@ def test_a_container_has_its_share_of_the_host(names, limit, left, tmp_path, mon
     (("NVIDIA A100-SXM4-80GB", "a100_80gb", "A100 80G"), "a100-80gb"),
     (("4090", "rtx4090", "rtx-4090", "RTX 4090", "NVIDIA GeForce RTX 4090"), "rtx4090-24gb"),
     (("L40S", "NVIDIA L40S"), "l40s-48gb"),
-    (("v6e", "TPU v6e", "tpu-v6e", "TPU v6 lite"), "v6e"),
-    (("v7x", "tpu7x", "TPU7x"), "v7x"),
+    (("v6e", "TPU v6e", "tpu-v6e", "TPU v6 lite", "trillium", "TPU Trillium"), "v6e"),
+    (("v7x", "tpu7x", "TPU7x", "Ironwood", "tpu-ironwood"), "v7x"),
 ])  # fmt: skip
 def test_a_device_has_its_name_in_every_spelling(names, kind):
     assert {device_kind(name).name for name in names} == {kind}
@@ -62,6 +62,7 @@ def test_every_kind_is_found_by_its_name_and_its_model():
     [
         ("v6e-8", "v6e", 8), ("v5p-8", "v5p", 4), ("8xH100", "h100-80gb", 8),
         ("v7x-8", "v7x", 8), ("tpu7x-8", "v7x", 8),
+        ("Trillium-4", "v6e", 4), ("ironwood-8", "v7x", 8), ("4xironwood", "v7x", 4),
         ("2 x 4090", "rtx4090-24gb", 2), ("h200", "h200-141gb", 1),
     ],
 )  # fmt: skip
@@ -75,12 +76,14 @@ def test_a_name_may_state_the_number_of_devices(name, kind, count):
 @pytest.mark.parametrize("name, chips, devices", [
     ("v6e-8", "v6e:2x4", 8), ("v6e:2x4", "v6e:2x4", 8), ("v5e-1", "v5e:1x1", 1),
     ("v7x-8", "tpu7x:2x2x1", 8), ("tpu7x-2", "tpu7x:1x1x1", 2), ("v5p-16", "v5p:2x2x2", 8),
+    ("trillium-8", "v6e:2x4", 8), ("ironwood-8", "tpu7x:2x2x1", 8), ("Ironwood:2x2x1", "tpu7x:2x2x1", 8),
+    ("v7x:2x2x2", "tpu7x:2x2x2", 16), ("trillium:2x2", "v6e:2x2", 4),
 ])  # fmt: skip
 def test_a_slice_is_compiled_for_by_its_name(name, chips, devices):
     assert slice_chips(name) == chips and topology(name)[1] == devices
 
 
-@pytest.mark.parametrize("name", ["v6e-7", "v9-8", "8xH100", "v6e-0", "", "v7x-8-8"])
+@pytest.mark.parametrize("name", ["v6e-7", "v9-8", "8xH100", "v6e-0", "", "v7x-8-8", "h100:2x2"])
 def test_no_slice_is_guessed(name):
     assert slice_chips(name) == name
     with refused("--topology: "):
@@ -92,6 +95,7 @@ def test_no_slice_is_guessed(name):
     ("h1000", "did you mean h100-80gb?"),
     ("h100-96gb", "did you mean h100-80gb?"),
     ("RTX 409", "did you mean rtx4090-24gb?"),
+    *((name, "AMD GPUs are not supported") for name in ("mi300x", "8xMI325X", "Radeon RX 7900 XTX", "gfx942")),
     *((name, "known: h100-80gb, ") for name in ("x", "", "gpu", "cuda", "e", "0", "b" * 9999)),
 ])  # fmt: skip
 def test_another_name_is_refused_with_what_was_meant(name, message):
