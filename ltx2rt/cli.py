@@ -21,7 +21,7 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from itertools import takewhile
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TextIO, cast
 
 from ltx2rt.atomic_file import NotWritten, remove_unfinished
 from ltx2rt.errors import InputError, printable
@@ -214,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 signal.signal(number, _end)
         if isinstance(sys.stdout, io.TextIOWrapper):  # Windows' code page lacks most letters
             sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout = cast(TextIO, _Plain(sys.stdout))
         on_fatal("SIGBUS", lambda: _shrunk(crew))
     level = LOGGER.level
     LOGGER.setLevel(logging.ERROR if getattr(args, "quiet", False) else level)
@@ -253,6 +254,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(f"{type(error).__name__}: {error}", FAILED, crew)
     finally:
         LOGGER.setLevel(level)
+
+
+class _Plain:
+    """Standard output, on which no text of a file or its name steers the terminal."""
+
+    def __init__(self, stream: TextIO):
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        return self._stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def _open_closed() -> None:

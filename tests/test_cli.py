@@ -214,3 +214,20 @@ def test_a_result_that_standard_output_does_not_take_is_a_failure():
         ["sh", "-c", 'exec "$@" >/dev/full', "sh", *argv], capture_output=True, text=True
     )
     assert ran.returncode == 1 and "No space left" in ran.stderr
+
+
+def test_no_text_of_a_file_steers_the_terminal(tmp_path):
+    """A folder of a stranger's archive, on both streams."""
+    folder = tmp_path / "\x1b]0;owned\x07"
+    folder.mkdir()
+    lora = (
+        Path(__file__).parents[1]
+        / "examples/tiny-trained/tiny-trained-2.3-distilled-lora.safetensors"
+    )
+    (folder / "a.safetensors").symlink_to(lora)
+    words = [sys.executable, "-m", "ltx2rt", "weights", "inspect"]
+    for path, status in ((folder / "a.safetensors", 0), (folder / "b.safetensors", 2)):
+        ended = subprocess.run([*words, path], capture_output=True, text=True)
+        assert ended.returncode == status, ended.stderr
+        assert not set("\x1b\x07") & set(ended.stdout + ended.stderr)
+    assert "\\x1b]0;owned\\x07" in ended.stderr
