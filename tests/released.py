@@ -26,6 +26,7 @@ from ltx2rt.weights.quant_formats import HEADER
 from tests.gguf_files import arrays_of
 
 LORA = "ltx-2.5-22b-distilled-lora-450-bf16.safetensors"
+IC_LORA = "loras/ltx-2.5-22b-ic-lora"
 TEXT = "text_encoders/gemma4-12b-with-proj-ltx-2.5"
 DIT = "diffusion_models/ltx-2.5-22b-{}-transformer-{}.safetensors"
 FORMS = {"bf16": "bf16", "int8": "comfy-int8-convrot", "nvfp4": "nvfp4"}  # ends of names
@@ -40,11 +41,16 @@ FILES = {  # by word
     "temporal": "latent_upscale_models/ltx-2.5-latent-temporal-upscaler-x2-bf16-1.0.safetensors",
     "duration": "model_patches/ltx-2.5-duration-head-bf16.safetensors",
     "lora": f"loras/{LORA}",
+    "upscaler": f"{IC_LORA}-pixel-spatial-upscaler-x2-1.0.safetensors",
+    "ingredients": f"{IC_LORA}-ingredients-0.9.safetensors",
+    "hdr": f"{IC_LORA}-hdr-1.0.safetensors", "dubit": f"{IC_LORA}-dubit-1.0.safetensors",
 }  # fmt: skip
 MADE = {  # what `weights make` calls the plain files
     "dev bf16": "transformer", "text": "text-encoder", "vae": "video-vae", "conv": "video-vae-conv",
     "audio": "audio-vae", "spatial": "spatial-upsampler-x2", "temporal": "temporal-upsampler-x2",
     "duration": "duration-head", "lora": "distilled-lora",
+    "upscaler": "ic-lora-pixel-spatial-upscaler-x2", "ingredients": "ic-lora-ingredients",
+    "hdr": "ic-lora-hdr", "dubit": "ic-lora-dubit",
 }  # fmt: skip
 # What everyone has beside a transformer: without the LoRA, which dev needs.
 BASE = ("text", "vae", "conv", "audio", "spatial", "temporal", "duration")
@@ -67,7 +73,7 @@ def folder_of(everything: Path, out: Path, *words: str, base: Iterable[str] = BA
 def make_released(out: Path, preset: str = "tiny-2.5", empty: bool = False) -> Path:
     """Every file of the release under its name, from weights of a preset. empty: headers of sparse
     files."""
-    make_checkpoint(preset, "official", out / "made", empty=empty)
+    make_checkpoint(preset, "official", out / "made", empty=empty, ic_lora=True)
     for word, suffix in MADE.items():
         (out / FILES[word]).parent.mkdir(parents=True, exist_ok=True)
         (out / "made" / f"{preset}-{suffix}.safetensors").rename(out / FILES[word])

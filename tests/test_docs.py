@@ -127,7 +127,7 @@ def params(*whys: str) -> list:
 
 
 @pytest.fixture(scope="session")
-def clone(tmp_path_factory, tiny) -> Path:
+def clone(tmp_path_factory, tiny, half) -> Path:
     """A folder that looks like a clone after `make demo`, with a checkpoint and a picture of the
     reader's in it."""
     folder, made = tmp_path_factory.mktemp("clone"), tiny("tiny-2.3", "official")
@@ -148,8 +148,9 @@ def clone(tmp_path_factory, tiny) -> Path:
     Image.linear_gradient("L").resize((64, 64)).save(folder / "mask.png")
     for name in ("fox", "dawn", "dusk"):
         Image.linear_gradient("L").resize((320, 180)).convert("RGB").save(folder / f"{name}.png")
-    for name in ("depth", "dubit", "hdr"):
+    for name in ("depth", "dubit", "hdr", "ingredients"):
         (folder / f"{name}.safetensors").symlink_to(folder / "style.safetensors")
+    (folder / "upscaler.safetensors").symlink_to(half)
     write_wav(folder / "song.wav", np.zeros((2, 20 * 8000), np.float32), 8000)
     (folder / "song.wav").rename(folder / "song.mp3")  # what it is stands in the file
     heard = np.random.default_rng(0).uniform(-0.5, 0.5, (2, 20000)).astype(np.float32)

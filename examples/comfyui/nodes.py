@@ -222,6 +222,8 @@ class Task(io.ComfyNode):
         if loras := widgets.pop("loras", None):
             fields["loras"] = list(loras)
         files = {socket.id for socket in cls.sockets}
+        if (sheet := widgets.pop("sheet", None)) is not None:
+            uploads.append(Upload("video_conditioning", "sheet.png", png(sheet[0])))
         images = list(widgets.pop("images", None) or ())
         if (first := widgets.pop("image", None)) is not None:
             images.insert(0, (first[0], "0", 1.0))
@@ -306,14 +308,21 @@ class RestyleNode(Task):
 
 class ReferencesNode(Task):
     name, title, pipeline = "LTX2RTReferences", "LTX2RT References (IC-LoRA)", "ic-lora"
-    about = "A clip that follows a control video by an IC-LoRA, which `loras` names."
+    about = "A clip that follows a control video, or a sheet of pictures, by an IC-LoRA of `loras`."
     sockets = (
-        io.Video.Input("video_conditioning", "reference"),
+        io.Video.Input("video_conditioning", "reference", optional=True),
+        io.Image.Input("sheet", optional=True),
         io.Image.Input("image", optional=True),
     )
     own = (
         io.Float.Input("conditioning_attention_strength", default=1.0, min=0.0, max=1.0, step=0.05),
     )
+
+
+class UpscaleNode(Task):
+    name, title, pipeline = "LTX2RTUpscale", "LTX2RT Upscale", "upscale"
+    about = "The clip at twice its size, by the IC-LoRA near the server's model or of `loras`."
+    sockets, sized = (io.Video.Input("upscale", "video"),), False
 
 
 def follow(node: type[io.ComfyNode], server: Server, sent: dict[str, Any]) -> dict[str, Any]:
@@ -430,6 +439,7 @@ class Extension(ComfyExtension):
             RegionNode,
             RestyleNode,
             ReferencesNode,
+            UpscaleNode,
         )
         return [ServerNode, *tasks, ImageNode, LoraNode]
 

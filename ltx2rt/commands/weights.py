@@ -38,11 +38,14 @@ def make_flags(to: Any) -> None:
     add_choice(to, "--upsampler", tuple(UPSAMPLERS), about, default="x2")
     about = "write most blocks with scales, as released fp8 files have them (official layout)"
     to.add_argument("--fp8", action="store_true", help=about)
+    about = "also write IC-LoRAs, for --upscale, --reference, --hdr and dubit"
+    to.add_argument("--ic-lora", action="store_true", help=about)
     to.add_argument("--dry-run", action="store_true", help="print the manifest and write nothing")
 
 
 def make(args: argparse.Namespace) -> None:
-    more = {name: getattr(args, name) for name in ("seed", "dry_run", "upsampler", "fp8")}
+    names = ("seed", "dry_run", "upsampler", "fp8", "ic_lora")
+    more = {name: getattr(args, name) for name in names}
     print(make_checkpoint(args.preset, args.layout, args.directory, **more))
 
 

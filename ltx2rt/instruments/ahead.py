@@ -20,6 +20,7 @@ from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.notes import note
 from ltx2rt.pipelines.groups.images import Images
+from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
 from ltx2rt.pipelines.request import Loras, Request, fitted
 from ltx2rt.placement.cost import weight_bytes
@@ -113,7 +114,8 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
     session = datasheet_session(options, kind, devices)
     request.check_options(session.options)
     request = fitted(request, session.options, session.checkpoint)
-    loras = Loras(session.options.loras, LoraSpec(Path("distilled")))
+    named = request.learnt if request.has(Learnt) else session.options.loras
+    loras = Loras(named, LoraSpec(Path("distilled")))
     cells = tuple(_cells(session, request, loras, target))
     found = {cell.component for cell in cells}
     if missing := [name for name in target.component if name not in found]:

@@ -45,6 +45,13 @@ from ltx2rt.weights.presets import Preset, preset
 
 # Parts that one official file holds.
 SINGLE_FILE = names_of(lambda part: part.source and part.every and not part.either)
+# IC-LoRAs by a word of the released names: names of what they change, and their headers.
+IC_LORAS: dict[str, tuple[str, dict[str, str]]] = {
+    "pixel-spatial-upscaler-x2": (".attn", {"reference_downscale_factor": "2"}),
+    "ingredients": (".attn", {"reference_downscale_factor": "1"}),
+    "hdr": (".attn", {"reference_downscale_factor": "1", "hdr_transform": "logc3"}),
+    "dubit": ("attn", {"reference_downscale_factor": "1"}),
+}
 CORPUS = [
     "a robot dancing in the rain while a red fox walks through a snowy forest at dawn",
     "the camera remains static and a man says in an excited voice: 'so good.'",
@@ -118,12 +125,14 @@ def make_checkpoint(
     empty: bool = False,
     upsampler: str = "x2",
     fp8: bool = False,
+    ic_lora: bool = False,
 ) -> str:
     """Write a checkpoint into `directory`, which is made and must hold none of its files.
 
     Returns the manifest of a dry run, else the files written. Peak memory: the largest tensor.
     empty: only headers, of sparse files. upsampler: its kind, one of `UPSAMPLERS`. fp8: most blocks'
-    linears as e4m3 numbers with scales, as in the released fp8 files. Raises InputError.
+    linears as e4m3 numbers with scales, as in the released fp8 files. ic_lora: add `IC_LORAS`. Raises
+    InputError.
     """
     if layout not in ("official", "diffusers"):
         raise InputError(f"unknown layout {layout!r}, known are official, diffusers")
@@ -131,7 +140,7 @@ def make_checkpoint(
         raise InputError(f"seed {seed} is negative; pass one from 0 on")
     if fp8 and layout != "official":
         raise InputError("--fp8: such files are of the official layout; leave one out")
-    plan = plan_checkpoint(preset(name, upsampler), name, layout, fp8)
+    plan = plan_checkpoint(preset(name, upsampler), name, layout, fp8, ic_lora)
     if dry_run:
         return plan.manifest()
     directory = Path(directory)
@@ -170,7 +179,9 @@ def _check_folder(directory: Path, plan: Manifest, room: bool) -> None:
         raise InputError(f"{directory} {found}; pass an empty folder")
 
 
-def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> Manifest:
+def plan_checkpoint(
+    made: Preset, name: str, layout: str, fp8: bool = False, ic_lora: bool = False
+) -> Manifest:
     config, plan = made.config, Manifest()
     assert config.gemma is not None and config.upsampler is not None
     shapes = stored(config, layout)
@@ -178,6 +189,9 @@ def plan_checkpoint(made: Preset, name: str, layout: str, fp8: bool = False) -> 
     rank = made.lora_rank
     lora = {"lora_rank": str(rank), "lora_alpha": str(rank)} | version
     plan.add(f"{name}-distilled-lora.safetensors", lora_tensors(config, shapes, rank), lora)
+    for kind, (part, facts) in IC_LORAS.items() if ic_lora else ():
+        tensors_ = lora_tensors(config, shapes, rank, part)
+        plan.add(f"{name}-ic-lora-{kind}.safetensors", tensors_, lora | facts)
 
     def tensors(component: str) -> dict[str, Tensor]:
         return tensors_of(shapes[component])

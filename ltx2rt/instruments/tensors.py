@@ -68,10 +68,15 @@ def stored(config: ModelConfig, layout: str = "official") -> Shapes:
     return shapes
 
 
-def lora_tensors(config: ModelConfig, shapes: Shapes, rank: int) -> dict[str, Tensor]:
-    """Every linear of the transformer at rank min(rank, in, out), with 2.0's text projection."""
-    targets = {n: shape for n, shape in shapes["transformer"].items() if n.endswith(".weight")}
-    if config.release.lora_changes_text:
+def lora_tensors(
+    config: ModelConfig, shapes: Shapes, rank: int, part: str = ""
+) -> dict[str, Tensor]:
+    """Every linear of the transformer at rank min(rank, in, out), with 2.0's text projection. part:
+    of the names of those that are changed, for all of them empty."""
+    targets = {
+        n: x for n, x in shapes["transformer"].items() if n.endswith(".weight") and part in n
+    }
+    if config.release.lora_changes_text and not part:
         first = "text_embedding_projection."
         targets |= {n: shape for n, shape in shapes["text"].items() if n.startswith(first)}
     out = {}

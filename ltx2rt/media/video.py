@@ -23,11 +23,12 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped, wide_to_709
-from ltx2rt.media.images import Resize, read_rgb
+from ltx2rt.media.images import Resize, read_rgb, readable
 from ltx2rt.media.mp4 import BT709, BT2020, LIMITED_RANGE, MATRICES, USUAL, Colours
 from ltx2rt.media.streams import chosen_video, moving, opened, sound_in, tagged_s
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # frames of a folder
+MOVING = (".gif", ".mjpeg", ".mjpg")  # videos that begin as a picture does
 NUMBERS, NUMBERED = re.compile(r"(\d+)"), re.compile(r"%(?:0\d)?d|#+")
 HD, UNSPECIFIED = (1280, 720), 2  # pixels; FFmpeg's AVCOL_SPC_UNSPECIFIED
 HIGH_RANGES = {16: "PQ", 18: "HLG"}  # FFmpeg's AVCOL_TRC_*
@@ -91,10 +92,18 @@ def video_info(
     )
 
 
+def is_still(path: Path) -> bool:
+    """Whether it is a file of one picture, by its header."""
+    moves = path.suffix.lower() in MOVING or not path.is_file()
+    return not moves and readable(path) and not is_animated(path)
+
+
 def folder_frames(path: Path) -> list[Path]:
     """The pictures of a folder, only of EXR if there are any, in the order of the numbers in their
-    names; empty for a file."""
-    found = [file for file in path.iterdir() if file.name[0] != "."] if path.is_dir() else []
+    names; a still picture is one of its own; empty for a video file."""
+    if not path.is_dir():
+        return [path] if is_still(path) else []
+    found = [file for file in path.iterdir() if file.name[0] != "."]
     kept = [f for f in found if is_exr(f)] or [f for f in found if f.suffix.lower() in PICTURES]
     return sorted(
         kept, key=lambda f: [int(x) if x.isdecimal() else x for x in NUMBERS.split(f.name)]
@@ -120,7 +129,8 @@ def is_light(path: Path) -> bool:
 
 
 def _pictures_info(path: Path, flag: str, most: int | None) -> VideoInfo:
-    """Facts of a folder of pictures, which says no rate: 24 fps; its sound is a file of them."""
+    """Facts of a folder of pictures, or of one, which say no rate: 24 fps; a folder's sound is a
+    file of it."""
     files = folder_frames(path)[:most]
     if is_light(path):
         sizes = [read_exr(file, flag).shape[1::-1] for file in files]
@@ -199,7 +209,7 @@ def is_animated_webp(path: Path) -> bool:
 @lru_cache(maxsize=32)
 def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any) -> VideoInfo:
     """As `video_info`, once for each state of the file."""
-    if path.is_dir():
+    if path.is_dir() or is_still(path):
         return _pictures_info(path, flag, most)
     if path.is_file() and is_animated_webp(path):
         return _animated_info(path, flag, most)
@@ -460,7 +470,7 @@ def _decoded(
     if path.is_file() and is_animated_webp(path):
         yield from ((time, pixels) for time, pixels in _animated(path, flag) if pixels.size)
         return
-    if path.is_dir():
+    if path.is_dir() or is_still(path):
         for file in folder_frames(path):
             pixels = read_exr(file, flag) if is_exr(file) else read_rgb(file, flag)
             yield None, pixels[: pixels.shape[0] // 2 * 2, : pixels.shape[1] // 2 * 2]

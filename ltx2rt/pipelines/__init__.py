@@ -22,7 +22,7 @@ from ltx2rt.suggest import hint
 
 FIRST = "two-stage"  # the default
 UNGUIDED = "distilled"  # the default of what is for steps without guidance
-CLIP, SECONDS = "video_path", "seconds"
+CLIP, SECONDS, HDR = "video_path", "seconds", "hdr"
 SOUND_ALONE = "output *.wav"  # among fields, says that all files to write are sounds
 
 
@@ -61,12 +61,15 @@ def chosen(given: Collection[str], default: str = FIRST) -> tuple[str, str]:
         return default, ""
     if decisive == [CLIP] and SECONDS in given:
         return "extend", f"{CLIP} and {SECONDS}"
+    if decisive == [CLIP] and HDR in given:
+        return "hdr-ic-lora", f"{CLIP} and {HDR}"
     if decisive == [CLIP]:
         raise InputError(
             "--video-path: say what to do with the clip: --start-time and --end-time regenerate a "
             "part (retake), --mask, --mask-box or --pad a region (inpaint), --seconds, "
             "--extend-frames, --before, --join or --loop continue it (extend), --noise-level redraws "
-            "it (v2v), and as --video-conditioning it is a reference (ic-lora); or name a --pipeline"
+            "it (v2v), --hdr converts it (hdr-ic-lora), as --upscale it becomes larger, and as "
+            "--video-conditioning it is a reference (ic-lora); or name a --pipeline"
         )
     asking = {field: name for field, name in asked.items() if name}
     unread = {

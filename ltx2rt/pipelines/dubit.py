@@ -8,6 +8,7 @@ reference. The prompt says who speaks, and what.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
@@ -23,6 +24,11 @@ from ltx2rt.stages.sound_reference import LatentSound, SoundReference
 from ltx2rt.stages.stage import Stage
 
 
+@dataclass(frozen=True)
+class Talk(ReferenceClip):
+    words: ClassVar = ("dubit", "lipdub")
+
+
 class DubIt(Request):
     """The file's sound is a reference, too."""
 
@@ -32,7 +38,7 @@ class DubIt(Request):
     example = "--video-path talk.mp4 --lora dubit.safetensors"
     scale = 2
     distilled = "optional"
-    groups = (Prompt(), ReferenceClip(), *RUN, FileSize(), PromptsByTime(), Sounding(), *NAGGED)
+    groups = (Prompt(), Talk(), *RUN, FileSize(), PromptsByTime(), Sounding(), *NAGGED)
     about: ClassVar = {
         "video_path": "clip whose people get other words; its length and rate are kept (required)"
     }

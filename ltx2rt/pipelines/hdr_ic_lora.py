@@ -1,7 +1,8 @@
 """hdr-ic-lora: a given clip of 8 bits in high dynamic range, by an IC-LoRA that has learnt it.
 
-Both stages see the file's frames as a reference beside the clip, and stage 2 takes two steps. The
-clip has no sound, and no node of the sound's stream is computed.
+`--video-path` with `--hdr` chooses it. Both stages see the file's frames as a reference beside the
+clip, and stage 2 takes two steps. The clip has no sound, and no node of the sound's stream is
+computed.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class WholeReference(ReferenceClip):
     """Encoded whole up to this size, as the official pipeline does."""
 
     whole_px: ClassVar[int] = 512 * 768
+    words: ClassVar = ("hdr",)
 
 
 class HdrICLora(Request):

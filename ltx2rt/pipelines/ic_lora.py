@@ -22,11 +22,11 @@ from ltx2rt.flags import flag_like, flags_of
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.media.images import Resize
-from ltx2rt.media.video import is_light
+from ltx2rt.media.video import is_light, is_still
 from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.mask import NONE, Mask
-from ltx2rt.pipelines.groups.reference import reference, references_of
+from ltx2rt.pipelines.groups.reference import Learnt, reference, references_of
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.groups.sound import SoundFrom, check_reference, parse_reference
 from ltx2rt.pipelines.groups.source_clip import FileSize
@@ -50,6 +50,17 @@ class CoarseSize(Size):
     multiple: ClassVar[int] = 2
 
 
+@dataclass(frozen=True)
+class OfSheet(Learnt):
+    """References that are pictures are sheets of what the clip shows."""
+
+    words: ClassVar = ("ingredients", "reference-sheet")
+
+    def wanted(self, request: Any) -> tuple[str, ...]:
+        still = all(is_still(seen.path) for seen in request.video_conditioning)
+        return self.words if still else ()
+
+
 class ICLora(Request):
     name = "ic-lora"
     summary = "distilled, following reference videos by in-context LoRAs"
@@ -57,7 +68,7 @@ class ICLora(Request):
     example = "--video-conditioning depth.mp4 --lora depth.safetensors"
     scale = 2
     distilled = "optional"
-    groups = (*NEW, CoarseSize(), Images(), *PICTURES, *NAGGED, Mask(), SoundFrom())
+    groups = (*NEW, CoarseSize(), Images(), *PICTURES, *NAGGED, Mask(), SoundFrom(), OfSheet())
     about: ClassVar = {
         "mask": "image or video of the reference's size, white where the clip is made anew, by a LoRA "
         "for inpainting",
@@ -66,9 +77,11 @@ class ICLora(Request):
 
     video_conditioning: tuple[ReferenceSpec, ...] = flag(
         (),
-        "reference videos to follow, strength 1.0 unless given (required)",
+        "reference videos to follow, or a picture for every frame, such as a sheet of characters; "
+        "strength 1.0 unless given (required)",
         parse_reference,
         asks="ic-lora",
+        also=("--reference",),
         metavar="FILE[:STRENGTH]",
         repeat=True,
         file="video",
@@ -83,7 +96,7 @@ class ICLora(Request):
         FileSize,
         "fit",
         help="bring references to the clip's shape with black borders, cut at their sides, or "
-        "stretched (default: crop, a folder's EXR images mirrored around)",
+        "stretched (default: crop, pictures pad, a folder's EXR images mirrored around)",
     )
     skip_stage_2: bool = flag(
         False, "stop after stage 1, at half the width and height", group="sampling"
@@ -116,10 +129,6 @@ class ICLora(Request):
 
     def check_options(self, options: ModelOptions) -> None:
         super().check_options(options)
-        if not options.loras:
-            raise InputError(
-                f"--lora: the {self.name} pipeline needs the LoRA that its references are for"
-            )
         for lora in options.loras:
             if lora.stage == "stage2":
                 raise InputError(
@@ -190,11 +199,15 @@ class ICLora(Request):
             "attention": self.conditioning_attention_strength,
             "mask": self.conditioning_attention_mask,
         }
-        resize = Resize(self.width, self.height, self.fit) if self.fit else None
         given = []
         for number, spec in enumerate(self.video_conditioning):
             how["space"] = self.hdr if is_light(spec.path) else None
-            seen = replace(Footage.read(spec.path, FLAG, self.num_frames), resize=resize)
+            still = is_still(spec.path)
+            how["whole"] = self.num_frames if still else 0
+            seen = Footage.read(spec.path, FLAG, self.num_frames)
+            if fit := self.fit or ("pad" if still else None):
+                size = seen.size
+                seen = replace(seen, resize=Resize(self.width, self.height, fit, size))
             size = spec.strength, half, model, factors, "off", number
             given.append(reference(seen, *size, **how))
         if self.skip_stage_2:

@@ -23,6 +23,7 @@ from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.guidance import NEUTRAL, ByWeights, Scales, guiding
 from ltx2rt.pipelines.groups.images import Hdr
+from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import Pixels
 from ltx2rt.pipelines.groups.source_clip import SourceClip
@@ -372,7 +373,7 @@ class Request:
 
     def measured(self: R) -> R:
         """The request with a length that a file decides. Raises InputError."""
-        for group in self if self.has(Segments) else ():
+        for group in self:
             self = replace(self, **group.measured(self))
         return self
 
@@ -511,6 +512,8 @@ def fitted(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> R
     distilled. Raises InputError, also for guidance of such weights."""
     if is_distilled(options, checkpoint):
         request = _unguided(request, options, checkpoint)
+    if request.has(Learnt):
+        request = replace(request, **request[Learnt].from_options(request, options, checkpoint))
     return request.resolved(checkpoint.config)
 
 

@@ -16,6 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.output import check_encoders, check_hdr
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request, pipelines
+from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.request import Loras, Request, distilled_lora, fitted
@@ -111,7 +112,8 @@ def resolved(checkpoint: Checkpoint, options: ModelOptions, request: Request) ->
         distilled = _planned(distilled)
     idle = _idle(options, checkpoint, request, distilled)
     beside = options.lora_mode == "unmerged"
-    given = [_planned(lora, beside) for lora in options.loras if lora not in idle]
+    named = request.learnt if request.has(Learnt) else options.loras
+    given = [_planned(lora, beside) for lora in named if lora not in idle]
     user = tuple(lora for lora in given if "transformer" in lora.parts)
     text = tuple(replace(lora, beside=False) for lora in given if lora.parts != ("transformer",))
     loras = Loras(user, distilled, text, idle)

@@ -224,7 +224,7 @@ class Admission:
         request.check_options(self._session.options)
         if to_enhance(request):
             Enhancer.of(self.checkpoint, self.enhancer).check(request.first_image)
-        request = fitted(request, self.options, self.checkpoint)
+        request = fitted(request, self._session.options, self.checkpoint)
         seconds = float(request.clip_frames / request.clip_fps)
         if request.in_segments and seconds > MAX_SECONDS:
             raise InputError(f"--seconds: {seconds:.4g} s, expected at most {MAX_SECONDS} s here")

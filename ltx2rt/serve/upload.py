@@ -154,8 +154,10 @@ def _size_px(path: Path) -> tuple[int, int]:
 
 def read_media(kind: str, path: Path) -> None:
     from ltx2rt.media.streams import opened
-    from ltx2rt.media.video import is_animated_webp, video_info
+    from ltx2rt.media.video import is_animated_webp, is_still, video_info
 
+    if kind == VIDEO and is_still(path):  # a sheet that a clip refers to
+        return read_image(path)
     if kind != SOUND and is_animated_webp(path):
         info = video_info(path, kind)
         check_size(info.width, info.height, MAX_FRAME_PX)

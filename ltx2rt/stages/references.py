@@ -13,6 +13,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import fit
+from ltx2rt.media.video import is_still
 from ltx2rt.models.geometry import Geometry, pack_video, pixel_frames, video_positions
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -53,6 +54,8 @@ class Reference(Conditioning):
         file, used, fps = self.source.footage, self.source.num_frames, float(self.clip.fps)
         path, info = file.path, file.info
         found = [f"{path}: {sentence}" for sentence in info.said()]
+        if is_still(path):
+            return [f"{path}: one picture, the reference of every frame", *found]
         if used < self.num_frames:
             found.append(
                 f"{path}: {used} frames are read; the other {self.num_frames - used} have no "

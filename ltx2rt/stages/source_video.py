@@ -17,6 +17,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import to_codes, to_model
 from ltx2rt.media.images import contain, fit
+from ltx2rt.media.video import is_still
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -66,7 +67,8 @@ class SourceVideo(Stage):
 
     def check(self, session: Session) -> None:
         file, count = self.footage, self.footage.info.num_frames
-        if count - self.start <= self.num_frames - self.geometry.time_factor:
+        short = count - self.start <= self.num_frames - self.geometry.time_factor
+        if short and not is_still(file.path):
             found = f"{file.path} has {count} frames, {self.num_frames} are read"
             raise InputError(f"{file.flag}: {found}; pass a longer one")
         over = count - self.num_frames

@@ -21,7 +21,7 @@ import numpy as np
 from ltx2rt.atomic_file import check_outputs
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
-from ltx2rt.release import of_version, version_tuple
+from ltx2rt.release import of_version, stated, version_tuple
 from ltx2rt.weights.changes import Change, Factors, LowRank, changes_of
 from ltx2rt.weights.files import (
     TensorFile,
@@ -264,6 +264,13 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
             raise InputError(f"--lora: {said}; give LoRAs that agree")
     space, time = (found.get(key, (1, None))[0] for key in FACTORS)
     return space, time
+
+
+def release_of(path: Path) -> str:
+    """The release that a LoRA's header states, else its name; "" for neither. Raises InputError."""
+    named = re.search(r"ltx-?(2(?:\.\d)?)", path.name.lower())
+    said = {"2": "2.0"}.get(named[1], named[1]) if named else ""
+    return stated(TensorFile(path).metadata) or said
 
 
 def check_lora(lora: Lora, version: tuple[int, ...], allow_partial: bool = False) -> None:

@@ -47,7 +47,9 @@ from ltx2rt.weights.part_table import (
 T = TypeVar("T")
 HOLDERS = ("video_vae", "audio_vae")  # parts in files that may hold a text projection as well
 SMALL = 0.0005  # share of the bytes: types that are not worth a word
+REFERENCE_MARKS = (b"reference_downscale_factor", b"hdr_transform")  # of headers of IC-LoRAs
 MARKS = (*{part.mark for part in PARTS.values() if part.mark}, TEXT_PROJECTION.encode())
+MARKS += REFERENCE_MARKS
 GGUF_MARKS = (b"ltxv", b"gemma3", JOINT)
 GEMMA_3_TOKEN = b"<start_of_image>"  # Gemma 2 and other models' tokenizers have no such token
 START_BYTES, MAX_TOKENIZER_BYTES = 2**20, 2**27
@@ -213,8 +215,10 @@ def inside(folder: Path) -> list[Path]:
 
 
 def _joint(file: Any) -> bool:
-    """Whether a transformer, or a LoRA of one, has the layers between video and sound."""
-    return any(JOINT.decode() in name for name in file.names())
+    """Whether a transformer, or a LoRA of one, has the layers between video and sound, or a LoRA
+    has learnt references."""
+    learnt = any(mark.decode() in file.metadata for mark in REFERENCE_MARKS)
+    return learnt or any(JOINT.decode() in name for name in file.names())
 
 
 def examine(paths: Iterable[Path], listing: Listing = DISK) -> Parts:

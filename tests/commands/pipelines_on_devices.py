@@ -40,6 +40,7 @@ def clips(folder: Path) -> dict[str, dict]:
         "t2a": {"steps": 2, "num_frames": 25},
         "dubit": {"video_path": film},
         "hdr-ic-lora": {"video_path": film},
+        "upscale": {"upscale": film},
         "inpaint": {"video_path": film, "pad": (32, 0, 0, 0), "nag": (11, 2.5, 0.25)},
         "one-stage": size | {"steps": 2, "voice": film},
     }
@@ -55,7 +56,7 @@ def records(
     session, found = open_session(ModelOptions(backend, model, device="cpu", **where)), {}
     for name in names:
         merged = {"loras": (), "distilled_lora": lora}
-        if name in ("ic-lora", "dubit", "hdr-ic-lora"):
+        if name in ("ic-lora", "dubit", "hdr-ic-lora", "upscale"):
             merged = {"loras": (lora,), "distilled_lora": NO_LORA}
         session.options = replace(session.options, **merged)
         request = pipeline(name.split()[0])("a red fox", seed=3, **clips(folder)[name])

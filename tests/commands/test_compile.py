@@ -77,6 +77,7 @@ PIPELINES = {
     "extend": ((*GIVEN, "--extend-frames", 8, "--overlap", 9), ("audio-encoder", *BEGIN, *DECODED)),
     "dubit": ((*GIVEN, "--lora", "LORA"), (*BEGIN[:2], "audio-encoder", *BEGIN[2:], "upsampler", *DECODED)),
     "hdr-ic-lora": ((*GIVEN, "--lora", "LORA"), (*BEGIN, "upsampler", DECODED[-1])),
+    "upscale": (("--upscale", "FILM", "--lora", "LORA"), CHANGED),
     "inpaint": ((*GIVEN, "--pad", "32,0,0,0"), CHANGED),
     "ic-lora": (
         (*FOLLOWED, "--conditioning-attention-strength", "0.5", "--skip-stage-2"), (*BEGIN, *DECODED),
@@ -93,7 +94,7 @@ def words(tiny, film):
     def of(name: str) -> list[str]:
         model = tiny("tiny-2.3", "official")
         files = {"FILM": film, "LORA": model / "tiny-2.3-distilled-lora.safetensors"}
-        unsized = ("retake", "v2v", "extend", "dubit", "hdr-ic-lora", "inpaint", "t2a")
+        unsized = ("retake", "v2v", "extend", "dubit", "hdr-ic-lora", "inpaint", "upscale", "t2a")
         sides = ("--width", "--height", "--num-frames")
         size = {} if name in unsized else {f: TINY[f] for f in sides}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
@@ -114,9 +115,11 @@ def test_every_pipeline_is_compiled(name, words):
     inputs = {n for cell in job.cells if cell.part == "step" for n in cell.graph.inputs}
     assert ("video_attention_mask" in inputs) == (name == "ic-lora")
     assert ("video_latent" in inputs) == (name != "t2a")
-    assert ("audio_latent" in inputs) == (name not in ("a2v", "v2v", "inpaint", "hdr-ic-lora"))
+    assert ("audio_latent" in inputs) == (
+        name not in ("a2v", "v2v", "inpaint", "hdr-ic-lora", "upscale")
+    )
     steps = {cell.branches for cell in job.cells if cell.part == "step"}
-    unguided = "distilled extend v2v dubit hdr-ic-lora ic-lora inpaint".split()
+    unguided = "distilled extend v2v dubit hdr-ic-lora ic-lora inpaint upscale".split()
     expected = {"retake": {4}, "one-stage": {4}, "t2a": {3}, "hq": {1, 3}}
     expected |= {key: {1} for key in unguided}
     assert steps == expected.get(name, {1, 4})

@@ -32,6 +32,13 @@ MADE = {  # command: pipeline, steps
     "--pipeline dubit --video-path clip.mp4 --lora style.safetensors": ("dubit", TWO_STAGES),
     "--video-path clip.mp4 --start 0.1 --end 0.2": ("retake", ONE),
     "--output rain.wav": ("t2a", ONE),
+    "--upscale clip.mp4": ("upscale", ONE),
+    "--upscale fox.png --output fox-192.png": ("upscale", ONE),
+    "--pipeline upscale --video-path clip.mp4 --no-audio": ("upscale", ONE),
+    "--video-path clip.mp4 --hdr ACESCG": ("hdr-ic-lora", "8 + 2 steps, unguided"),
+    "--reference sheet.png": ("ic-lora", TWO_STAGES),
+    "--pipeline ic-lora --reference fox.png sheet.png --skip-stage-2": ("ic-lora", ONE),
+    "--pipeline dubit --video-path clip.mp4": ("dubit", TWO_STAGES),
 }
 REFUSED = {
     "--pipeline hq": ("--pipeline: hq is guided, but", DEV),
@@ -43,6 +50,9 @@ REFUSED = {
         "a2v has no guidance; add --nag 11",
         "",
     ),
+    "--video-conditioning clip.mp4": ("needs the LoRA that its references are for", "--lora"),
+    "--upscale nothing.mp4": ("--upscale: nothing.mp4", ""),
+    "--upscale clip.mp4 --lora style.safetensors": ("has reference_downscale_factor 1", ""),
 }
 
 
@@ -50,8 +60,9 @@ REFUSED = {
 def place(released, tmp_path_factory):
     """A folder with the files that the rows name."""
     folder = tmp_path_factory.mktemp("natural")
-    (folder / "LTX-2.5").symlink_to(released("distilled"))
-    for name in ("fox", "dusk"):
+    found = released("distilled", "upscaler", "ingredients", "hdr", "dubit")
+    (folder / "LTX-2.5").symlink_to(found)
+    for name in ("fox", "dusk", "sheet"):
         Image.new("RGB", (96, 96), "red").save(folder / f"{name}.png")
     t = np.arange(24000) / 48000
     write_wav(folder / "song.wav", np.stack([0.3 * np.sin(2000 * t)] * 2).astype("f"), 48000)
@@ -62,7 +73,8 @@ def place(released, tmp_path_factory):
 
 
 def words(text: str) -> list[str]:
-    own = "" if "clip.mp4" in text and "--video-conditioning" not in text else SMALL
+    given = "clip.mp4" in text and "--video-conditioning" not in text
+    own = "" if given or "--upscale" in text else SMALL
     own = "--num-frames 9" if ".wav" in text.partition("--output")[2] else own
     output = "" if "--output" in text else "--output out.mp4"
     where = "--backend cuda --device cpu --model LTX-2.5 --prompt=a_fox --seed 1"
@@ -70,6 +82,7 @@ def words(text: str) -> list[str]:
 
 
 QUICK = ("--image fox.png dusk.png:last", "--audio song.wav", "--output rain.wav")
+QUICK += ("--upscale clip.mp4", "--video-path clip.mp4 --hdr ACESCG", "--reference sheet.png")
 
 
 @pytest.mark.parametrize("text", [

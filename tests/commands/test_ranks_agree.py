@@ -126,7 +126,7 @@ def agree(one, several):
 
 
 NEW = ("hq", "keyframes", "a2v", "retake", "ic-lora", "t2a", "dubit", "hdr-ic-lora", "inpaint",
-       "one-stage")  # fmt: skip
+       "one-stage", "upscale")  # fmt: skip
 # Float32 under splits. Two evaluations a step, and guidance of 2 steps that go from noise to the
 # end, amplify it.
 NEAR = 2e-5

@@ -27,7 +27,7 @@ from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.region import FADE_PX, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.weights.files import write_arrays
-from tests.conftest import refused
+from tests.conftest import assert_same, refused
 from tests.parity import relative_l2
 from tests.pipelines.test_retake import write, write_light
 from tests.reference import assert_stage, positions_of, stored_module
@@ -168,6 +168,23 @@ def test_stage_one_equals_diffusers(
 @pytest.fixture(scope="module")
 def model(tiny):
     return tiny("tiny-2.3", "official")
+
+
+def test_a_picture_is_the_reference_of_every_frame(model, half, generate, tmp_path):
+    """As a video that shows it throughout, within black borders."""
+    pixels = np.random.default_rng(5).integers(0, 256, (48, 64, 3), np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "sheet.png")
+    film = save(tmp_path / "sheet.mov", [pixels] * FRAMES)
+    found = {}
+    for path, *more in ((tmp_path / "sheet.png",), (film, "--fit", "pad")):
+        words = ("--lora", half, "--reference", path, "--skip-stage-2", "--no-audio", *more)
+        run = generate("cuda", model, *FLAGS, *words)
+        assert run.status == 0, run.stderr
+        said = f"{path}: one picture, the reference of every frame" in run.stderr
+        assert said == (path.suffix == ".png")
+        found[path.suffix] = run.latents
+    assert found[".png"]["reference.0"].shape == (1, 128, 3, 1, 2)
+    assert_same(found[".png"], found[".mov"])
 
 
 def test_stage_two_has_neither_references_nor_their_lora(model, half, files, generate):

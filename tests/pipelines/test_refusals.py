@@ -152,9 +152,9 @@ REFUSED = {
         CLIP + "--lora half.safetensors --num-frames 9": "--num-frames: the file of --video-path",
         "--lora half.safetensors --video-path silent.mp4": "has no sound, whose voices dubit keeps",
         "--lora half.safetensors --video-path short.mp4": "has 8 frames, expected 9 or more",
-        CLIP: "--lora: 0 given, dubit takes one",
+        CLIP: "the dubit pipeline needs the LoRA (*dubit*.safetensors), and none is near",
         CLIP + "--lora half.safetensors third.safetensors": "--lora: 2 given, dubit takes one",
-        CLIP + "--lora half.safetensors:1:stage1": "is for stage1, dubit merges it in both",
+        CLIP + "--lora half.safetensors:1:stage1": "is for stage1, dubit merges it in all",
     },
     "hdr-ic-lora": {
         "--lora half.safetensors --video-path light": "holds EXR images, expected a clip of 8 bits",

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 from PIL import Image
+from safetensors.numpy import load_file, save_file
 
 from ltx2rt.pipelines import pipelines
 from tests.conftest import run_cli
-from tests.pipelines.test_ic_lora import lora_with
 
 NAMES = {
     "tiny-2.3.safetensors": "ltx-2.3-22b-dev.safetensors",
@@ -26,9 +26,21 @@ FLAGS = {  # output clip.mp4 unless it says so
     "ic-lora": f"{NEW} --video-conditioning film.mp4 --lora ic.safetensors",
     "dubit": "--video-path film.mp4 --lora ic.safetensors",
     "hdr-ic-lora": "--video-path film.mp4 --lora ic.safetensors",
+    "upscale": "--upscale film.mp4 --lora ic.safetensors",
     "t2a": "--duration 0.5 --steps 1 --output clip.wav",
 }  # fmt: skip
-LONG = ("one-stage", "keyframes", "a2v", "retake", "v2v", "inpaint", "dubit", "hdr-ic-lora", "dfr")
+LONG = (
+    "one-stage",
+    "keyframes",
+    "a2v",
+    "retake",
+    "v2v",
+    "inpaint",
+    "dubit",
+    "hdr-ic-lora",
+    "dfr",
+    "upscale",
+)
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +54,7 @@ def folder(tiny, film, tmp_path_factory):
     white[:32, :32] = 255
     Image.fromarray(white).save(folder / "a.png")
     lora = folder / "MODEL_DIR" / NAMES["tiny-2.3-distilled-lora.safetensors"]
-    lora_with(lora, folder / "ic.safetensors")
+    save_file(load_file(lora), folder / "ic.safetensors")
     return folder
 
 

@@ -489,7 +489,7 @@ def test_what_can_be_asked_for(server):
     limits = server.http.get("/v1/limits").json()
     assert set(limits["pipelines"]) == {
         "two-stage", "a2v", "distilled", "dubit", "extend", "hdr-ic-lora", "hq", "ic-lora", "inpaint", "keyframes",
-        "one-stage", "retake", "v2v",
+        "one-stage", "retake", "upscale", "v2v",
     }  # fmt: skip
     assert limits["loras"] == ["style"]
     assert limits["pipelines"]["one-stage"]["multiple_of_px"] == 32

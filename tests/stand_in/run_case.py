@@ -41,7 +41,12 @@ from ltx2rt.stages.conditioning import ImageSpec, ReferenceSpec
 SLACK, SLACK_BYTES = 1.03, 10**9
 FRAMES = SimpleNamespace(name="frames")  # they are decoded when they are taken
 PATHS = ("video_path", "audio_path", "voice")
-USERS_LORA = ("ic-lora", "dubit", "hdr-ic-lora")  # pipelines of a LoRA that the user gives
+USERS_LORA = (
+    "ic-lora",
+    "dubit",
+    "hdr-ic-lora",
+    "upscale",
+)  # pipelines of a LoRA that the user gives
 
 
 def allowed(planned: int) -> int:

@@ -106,6 +106,7 @@ def sources(folder: Path) -> dict[str, dict[str, Any]]:
         "ic-lora": size | {"reference": str(film)},
         "dubit": {"video_path": str(film)},
         "hdr-ic-lora": {"video_path": str(film)},
+        "upscale": {"video_path": str(film)},
         "dfr": size,
         "t2a": {"steps": 2, "num_frames": 25},
     }

@@ -170,7 +170,7 @@ def test_a_negative_prompt_of_distilled_steps_needs_nag(model, name):
 
 STEPS = (
     ("distilled", {}), ("dfr", {}), ("ic-lora", {"video_conditioning": ["a.mp4"]}),
-    *((name, {"video_path": "a.mp4"}) for name in ("extend", "v2v", "dubit", "hdr-ic-lora")),
+    *((name, {"video_path": "a.mp4"}) for name in ("extend", "v2v", "dubit", "hdr-ic-lora", "upscale")),
     ("inpaint", {"video_path": "a.mp4", "mask": "m.png"}),
     ("retake", {"video_path": "a.mp4", "start_time": 0, "end_time": 1}),
 )  # fmt: skip

@@ -1,8 +1,8 @@
-"""A given clip, or other videos, that the tokens of a clip see beside them."""
+"""A given clip, or other videos, that the tokens of a clip see, and the IC-LoRA that has learnt it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -12,24 +12,69 @@ from ltx2rt.flags import flags_of
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.video import is_light
 from ltx2rt.models.geometry import Geometry, latent_frames, pixel_frames
+from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.size import check_step
-from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
+from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.inset import Inset
 from ltx2rt.stages.references import Reference
 from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.tiling import plan_encoder_tiles
-from ltx2rt.weights.lora import reference_factors
+from ltx2rt.weights import hub
+from ltx2rt.weights.checkpoint import Checkpoint
+from ltx2rt.weights.lora import reference_factors, release_of
+from ltx2rt.weights.parts import only
 
 flag = flags_of("conditioning")
 
 
 @dataclass(frozen=True)
-class ReferenceClip(SourceClip):
-    """A clip whose frames both stages see, with the one LoRA that has learnt it in both. whole_px:
-    pixels of a frame up to which the reference is encoded whole, however clips are decoded."""
+class Learnt(Group):
+    """LoRAs of a pipeline that cannot do without. words: in the names of released ones, of which
+    the one near the weights is taken where no flag names any. learnt: once resolved."""
+
+    words: ClassVar[tuple[str, ...]] = ()
+
+    learnt: tuple[LoraSpec, ...] = field(default=(), repr=False)
+
+    def wanted(self, request: Any) -> tuple[str, ...]:
+        """The words for this request; empty if only its user knows the LoRA."""
+        return self.words
+
+    def check_options(self, request: Any, options: ModelOptions) -> None:
+        if not options.loras and (not self.wanted(request) or hub.parse_repo(options.model)):
+            raise self._lacking(request)
+
+    def _lacking(self, request: Any, near: Path | None = None) -> InputError:
+        words, where = self.wanted(request), f", and none is near {near}" if near else ""
+        known = f" (*{words[0]}*.safetensors)" if words else " that its references are for"
+        text = f"--lora: the {request.name} pipeline needs the LoRA{known}{where}; pass its file"
+        return InputError(text)
+
+    def from_options(
+        self, request: Any, options: ModelOptions, checkpoint: Checkpoint
+    ) -> dict[str, Any]:
+        """Fields that the LoRAs decide. Raises InputError."""
+        if options.loras:
+            return {"learnt": options.loras}
+        words = self.wanted(request)
+        named = [p for p in checkpoint.loras_found if any(word in p.name.lower() for word in words)]
+        own = [path for path in named if release_of(path) == checkpoint.config.release.name]
+        if found := only("lora", own or named):
+            return {"learnt": (LoraSpec(found),)}
+        raise self._lacking(request, checkpoint.path)
+
+
+@dataclass(frozen=True)
+class ReferenceClip(Learnt, SourceClip):
+    """A clip whose frames every stage sees, with the one LoRA that has learnt it in all. whole_px:
+    pixels of a frame up to which the reference is encoded whole, however clips are decoded.
+    larger: the clip's sides over the file's. moving: it has more frames than one latent."""
 
     whole_px: ClassVar[int] = 0
+    moving: ClassVar[bool] = True
+
+    larger: int = field(default=1, repr=False)
 
     reference_strength: float = flag(
         1.0, "strength of the clip as a reference, 1 as it is", least=0, most=1
@@ -38,7 +83,9 @@ class ReferenceClip(SourceClip):
     def check(self, request: Any) -> None:
         super().check(request)
         if is_light(self.path):
-            raise InputError(f"{FLAG}: {self.path} holds EXR images, expected a clip of 8 bits")
+            raise InputError(
+                f"{self.spelled}: {self.path} holds EXR images, expected a clip of 8 bits"
+            )
         if request.num_videos > 1:
             raise InputError(
                 f"--num-videos: {request.num_videos}, but {request.name} makes one; run it for "
@@ -46,21 +93,25 @@ class ReferenceClip(SourceClip):
             )
 
     def check_options(self, request: Any, options: ModelOptions) -> None:
-        if len(options.loras) != 1:
+        super().check_options(request, options)
+        if len(options.loras) > 1:
             raise InputError(
                 f"--lora: {len(options.loras)} given, {request.name} takes one, its IC-LoRA"
             )
-        if options.loras[0].stage:
-            raise InputError(
-                f"--lora: {options.loras[0].path} is for {options.loras[0].stage}, {request.name} "
-                "merges it in both stages; write FILE or FILE:STRENGTH"
-            )
+        for lora in options.loras:
+            if lora.stage:
+                raise InputError(
+                    f"--lora: {lora.path} is for {lora.stage}, {request.name} merges it in all "
+                    "stages; write FILE or FILE:STRENGTH"
+                )
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         facts, step = super().restated(request, model), model.video_vae.time_factor
-        if facts["num_frames"] <= step:
+        if self.moving and facts["num_frames"] <= step:
             found = facts["num_frames"]
-            raise InputError(f"{FLAG}: {self.path} has {found} frames, expected {step + 1} or more")
+            raise InputError(
+                f"{self.spelled}: {self.path} has {found} frames, expected {step + 1} or more"
+            )
         return facts
 
     def seen(
@@ -71,9 +122,11 @@ class ReferenceClip(SourceClip):
         scale = 1 if number else request.factor(model)
         clip = request.geometry(model, scale)
         factors = reference_factors(lora.path for lora in loras.user)
+        factors = max(factors[0], self.larger), factors[1]
         height, width = (-(-n // factors[0]) * clip.space_factor for n in (clip.rows, clip.columns))
         tiling = "off" if height * width <= self.whole_px else options.vae_tiling
-        own, unit = (request.height, request.width), factors[0] * scale
+        own = request.height // self.larger, request.width // self.larger
+        unit = factors[0] * scale / self.larger
         around = int(height * unit), int(width * unit)
         inset = Inset(own, around, mirrored=request.mirrored) if around != own else None
         return reference(

@@ -42,6 +42,7 @@ class SourceClip(Duration):
     """source: the file, once resolved, with the frames that the model sees."""
 
     whole: ClassVar[bool] = False
+    spelled: ClassVar[str] = FLAG
 
     video_path: Path | None = flag(
         None,
@@ -76,16 +77,16 @@ class SourceClip(Duration):
     source: Footage | None = field(default=None, repr=False)
 
     def measured(self, request: Any) -> dict[str, Any]:
-        if self.video_path is None or not self.video_path.is_file():
+        if self.given is None or not self.given.is_file() or self.fps is not None:
             return {}
-        source = read_clip(self.video_path, FLAG, self.tracks)
+        source = read_clip(self.given, self.spelled, self.tracks)
         return {"source": source, "num_frames": source.info.num_frames, "fps": source.info.fps}
 
     def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
         """Size, length and rate of the file, which is read whole, once, with a border."""
         source, (left, top, right, bottom) = self.source, getattr(request, "pad", (0, 0, 0, 0))
         if source is None:
-            source = read_clip(self.path, FLAG, self.tracks)
+            source = read_clip(self.path, self.spelled, self.tracks)
             if self.fps:
                 times_s = tuple(i / self.fps for i in range(source.info.num_frames))
                 info = replace(source.info, fps=self.fps, times_s=times_s)
@@ -97,12 +98,12 @@ class SourceClip(Duration):
 
     def check(self, request: Any) -> None:
         super().check(request)
-        if self.video_path is None:
+        if self.given is None:
             raise InputError(
-                f"{FLAG}: none, but the {request.name} pipeline starts from a clip; pass one"
+                f"{self.spelled}: none, but the {request.name} pipeline starts from a clip; pass one"
             )
         if is_light(self.path) and not request.high_range:
-            raise InputError(f"{FLAG}: {self.path} is a folder of EXR images; add --hdr")
+            raise InputError(f"{self.spelled}: {self.path} is a folder of EXR images; add --hdr")
         if self.fps is not None and self.source is None and not self.path.is_dir():
             raise InputError(f"--fps: {DECIDES}")
 
@@ -119,9 +120,13 @@ class SourceClip(Duration):
             yield f"{self.path}: its sound is cut where its pictures end, {over:.3g} s earlier"
 
     @property
-    def path(self) -> Path:
-        assert self.video_path is not None, "the request is not checked"
+    def given(self) -> Path | None:
         return self.video_path
+
+    @property
+    def path(self) -> Path:
+        assert self.given is not None, "the request is not checked"
+        return self.given
 
     @property
     def tracks(self) -> Tracks:
