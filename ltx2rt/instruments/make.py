@@ -45,7 +45,7 @@ from ltx2rt.weights.presets import Preset, preset
 
 # Parts that one official file holds.
 SINGLE_FILE = names_of(lambda part: part.source and part.every and not part.either)
-# IC-LoRAs by a word of the released names: names of what they change, and their headers.
+# IC-LoRAs by a word of the released names: a part of the names of their tensors, and their headers.
 IC_LORAS: dict[str, tuple[str, dict[str, str]]] = {
     "pixel-spatial-upscaler-x2": (".attn", {"reference_downscale_factor": "2"}),
     "ingredients": (".attn", {"reference_downscale_factor": "1"}),

@@ -143,7 +143,7 @@ def _pictures_info(path: Path, flag: str, most: int | None) -> VideoInfo:
     (width, height), fps = sizes[0], Fraction(24)
     times_s = tuple(i / fps for i in range(len(sizes)))
     odd = (ODD.format(width, height),) if width % 2 or height % 2 else ()
-    heard = sound_in(path).is_file()
+    heard = path.is_dir() and sound_in(path).is_file()
     return VideoInfo(width // 2 * 2, height // 2 * 2, len(sizes), fps, 0, heard, times_s, odd)
 
 

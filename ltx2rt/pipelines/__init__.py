@@ -22,7 +22,8 @@ from ltx2rt.suggest import hint
 
 FIRST = "two-stage"  # the default
 UNGUIDED = "distilled"  # the default of what is for steps without guidance
-CLIP, SECONDS, HDR = "video_path", "seconds", "hdr"
+CLIP, SECONDS = "video_path", "seconds"
+HDR = "hdr"
 SOUND_ALONE = "output *.wav"  # among fields, says that all files to write are sounds
 
 

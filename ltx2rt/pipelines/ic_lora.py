@@ -52,13 +52,13 @@ class CoarseSize(Size):
 
 @dataclass(frozen=True)
 class OfSheet(Learnt):
-    """References that are pictures are sheets of what the clip shows."""
+    """Pictures among the references are sheets of characters, things and places."""
 
     words: ClassVar = ("ingredients", "reference-sheet")
 
     def wanted(self, request: Any) -> tuple[str, ...]:
-        still = all(is_still(seen.path) for seen in request.video_conditioning)
-        return self.words if still else ()
+        seen = request.video_conditioning
+        return self.words if seen and all(is_still(one.path) for one in seen) else ()
 
 
 class ICLora(Request):

@@ -512,9 +512,14 @@ def fitted(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> R
     distilled. Raises InputError, also for guidance of such weights."""
     if is_distilled(options, checkpoint):
         request = _unguided(request, options, checkpoint)
-    if request.has(Learnt):
-        request = replace(request, **request[Learnt].from_options(request, options, checkpoint))
-    return request.resolved(checkpoint.config)
+    return learnt(request, options, checkpoint).resolved(checkpoint.config)
+
+
+def learnt(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:
+    """The request with the LoRAs that its pipeline cannot do without. Raises InputError."""
+    if not request.has(Learnt):
+        return request
+    return replace(request, **request[Learnt].from_options(request, options, checkpoint))
 
 
 def _unguided(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:

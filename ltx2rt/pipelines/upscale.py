@@ -1,4 +1,4 @@
-"""upscale: a given clip at twice its size, by an IC-LoRA that has learnt to draw what is missing.
+"""upscale: a given clip at twice its size, by an IC-LoRA that has learnt to draw the details.
 
 One stage at the new size sees the file's frames, each token of them at its place in the clip, and
 takes the 8 distilled steps without fresh noise. The clip keeps the file's sound, which the stage

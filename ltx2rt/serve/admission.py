@@ -27,7 +27,7 @@ from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Lengt
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.source_clip import DECIDES, SourceClip
 from ltx2rt.pipelines.recipes import PRESETS, recipe
-from ltx2rt.pipelines.request import Request, distilled_lora, fitted, is_distilled
+from ltx2rt.pipelines.request import Request, distilled_lora, fitted, is_distilled, learnt
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import high_range_of
@@ -354,9 +354,11 @@ class Admission:
         return True
 
     def _needs_lora(self, type_: type[Request]) -> bool:
-        """Whether requests of the pipeline must name a LoRA, beside those that are merged in all."""
+        """Whether requests of the pipeline must name a LoRA, beside those that are merged in all and
+        the one near the weights."""
         try:
             type_().check_options(self.options)
+            learnt(type_(), self.options, self.checkpoint)
         except InputError:
             return True
         return False

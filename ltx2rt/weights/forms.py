@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from ltx2rt.notes import note
+from ltx2rt.release import RELEASES
 from ltx2rt.weights.distilled import kind_by_name
 from ltx2rt.weights.names import component_of, official_names
 from ltx2rt.weights.parts import gigabytes, release_of
@@ -59,6 +60,18 @@ def transformers(
     sizes = {kind: {x: transformer_bytes(x) for x in own} for kind, own in kinds.items()}
     found = largest([sizes[kind] for kind in ("dev", "distilled", None) if kind in sizes], room)
     return Transformers(*found) if found else None
+
+
+def newest(files: Sequence[Any]) -> list[Any]:
+    """Keep the open main files of the latest release; a note says so."""
+    releases = [release.name for release in RELEASES]
+    found = sorted({release_of(file) for file in files} & {*releases}, key=releases.index)
+    if len(found) < 2:
+        return [*files]
+    kept = [file for file in files if release_of(file) == found[0]]
+    others = " or ".join(f"LTX-{name}" for name in found[1:])
+    note(f"LTX-{found[0]} is taken, {kept[0].path.name}; for {others} name its file with --model")
+    return kept
 
 
 def transformer_bytes(file: Any) -> int:

@@ -23,7 +23,7 @@ from ltx2rt.weights import configs
 from ltx2rt.weights.audit import networks
 from ltx2rt.weights.distilled import KINDS, kinds_of_folders
 from ltx2rt.weights.files import WEIGHTS, TensorFile, TensorFolder, open_file, open_tensors
-from ltx2rt.weights.forms import TEXT_BYTES, Room, largest, transformers
+from ltx2rt.weights.forms import TEXT_BYTES, Room, largest, newest, transformers
 from ltx2rt.weights.names import collapse, component_of
 from ltx2rt.weights.part_table import PARTS, UPSAMPLERS, names_of, word_of
 from ltx2rt.weights.parts import (
@@ -106,7 +106,8 @@ def find(path: Path, given: Given, config_from: str | Path | None, chooser: Choo
     mains, parts = _scanned(path, tree, network)
     index = model_index(path if path.is_dir() and not network else path.parent)
     path = path.parent if path.name == INDEX else path
-    files, distilled = [file for file in mains if not isinstance(file, Path)], None
+    files, distilled = newest([file for file in mains if not isinstance(file, Path)]), None
+    mains = [file for file in mains if file in files or isinstance(file, Path)]
     if len(files) > 1 and (chosen := transformers(files, chooser.assume, chooser.room)):
         mains, distilled = [chosen.main], chosen.distilled
     elif not files:

@@ -47,7 +47,7 @@ from ltx2rt.weights.part_table import (
 T = TypeVar("T")
 HOLDERS = ("video_vae", "audio_vae")  # parts in files that may hold a text projection as well
 SMALL = 0.0005  # share of the bytes: types that are not worth a word
-REFERENCE_MARKS = (b"reference_downscale_factor", b"hdr_transform")  # of headers of IC-LoRAs
+REFERENCE_MARKS = (b"reference_downscale_factor", b"hdr_transform")  # in headers of IC-LoRAs
 MARKS = (*{part.mark for part in PARTS.values() if part.mark}, TEXT_PROJECTION.encode())
 MARKS += REFERENCE_MARKS
 GGUF_MARKS = (b"ltxv", b"gemma3", JOINT)

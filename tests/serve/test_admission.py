@@ -79,7 +79,7 @@ def test_only_pipelines_are_offered_that_the_model_and_its_flags_allow(
     assert fronts["retake"] == ["video_path", "start_time", "end_time"]
     assert fronts["extend"] == ["video_path"]  # and the seconds to add
     needy = {name for name, about in limits["pipelines"].items() if about["needs_lora"]}
-    assert needy == {"dubit", "hdr-ic-lora", "ic-lora"} - missing
+    assert needy == {"dubit", "hdr-ic-lora", "ic-lora", "upscale"} - missing
     # who asks for one hears why; the others need files
     for name in missing - {*"a2v dubit hdr-ic-lora ic-lora keyframes upscale".split()}:
         why = "pipeline: dfr, but LTX-2.3" if name == "dfr" else "--distilled-lora"

@@ -178,16 +178,15 @@ def test_of_hundreds_of_large_files_none_of_another_model_is_parsed(comfy, monke
 # ---- several -------------------------------------------------------------------------------------
 
 
-def test_several_transformers_are_listed_and_the_named_one_finds_its_own_parts(comfy, tiny):
+def test_of_several_releases_the_latest_is_taken_or_the_named_one_with_its_own_parts(
+    comfy, tiny, capsys
+):
     arranged(tiny("tiny-2.5", "official"), comfy)
     other = comfy / "models" / "latent_upscale_models" / "of-2.0.safetensors"
     os.link(tiny("tiny-2.0", "official") / "tiny-2.0-spatial-upsampler-x2.safetensors", other)
-    says = (
-        r"ComfyUI: 2 candidates for the checkpoint: .*tiny-2\.5-transformer\.safetensors \(LTX-2\.5, BF16 99\.\d %, "
-        r"F32 0\.\d %, [\d.]+ GB\), .*tiny-2\.3\.safetensors \(LTX-2\.3, .* GB\); choose with --model FILE$"
-    )
-    with refused(says):
-        open_checkpoint(comfy)
+    assert open_checkpoint(comfy).config.release.name == "2.5"
+    said = "LTX-2.5 is taken, tiny-2.5-transformer.safetensors; for LTX-2.3 name its file with --model\n"
+    assert capsys.readouterr().err.count(said) == 1
     for name in (f"checkpoints/{MAIN}", "diffusion_models/tiny-2.5-transformer.safetensors"):
         checkpoint = open_checkpoint(comfy / "models" / name)
         release = name.rpartition("/")[2][:8]
