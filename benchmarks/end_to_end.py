@@ -347,6 +347,7 @@ def main(argv: list[str] | None = None) -> dict:
         "compile",
         "profile",
         "max_memory",
+        "video_decoder",
     )
     add_flags(parser, ModelOptions, only=model)
     add_flags(parser, TwoStage, only=("width", "height", "num_frames", "steps", "step_plan"))

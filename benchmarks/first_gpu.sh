@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # An hour of one rented GPU in six calls, each under ten minutes: benchmarks/first_gpu.sh 1, then 2, and so on
 #
-#   1  does it run, are the numbers right, both steps against diffusers', which attention is fastest
-#   2  the whole request, where its time goes, each kernel over its floor, float8
-#   3  peak memory, weights from host memory, the request beside diffusers', blocks compiled by Inductor
-#   4  the whole request under load: bfloat16, float8, half of the evaluations, distilled in three sizes
-#   5  the request beside diffusers': as it is, compiled, compiled in float8
-#   6  what people do: training, the server, 12 GB, pinned memory, stored weights; products after ten seconds of load
+#   1  LTX-2.5, distilled, 1920x1088, 121 frames: both decoders, both types, 24 and 12 GB, attention, beside diffusers' step
+#   2  the whole request of LTX-2.3 in bfloat16 and float8, distilled in three sizes, LTX-2.5 at 768x512
+#   3  the request beside diffusers': as it is, compiled, compiled in float8; a step of LTX-2.5 with compiled blocks
+#   4  what people do: training, the server, stored weights, pinned memory; products after ten seconds of load
+#   5  does it run, are the numbers right, both steps against diffusers', which attention is fastest
+#   6  where the time goes, each kernel over its floor, peak memory, weights from host memory, half of the evaluations
 #
 # A call ends within CALL_S (560) and leaves one archive, OUT/call-N.tgz, whatever happened to its parts: each part of
 # on_gpu.sh has a limit of its own, one that fails or is cut off leaves what it had, and the next one goes on.
@@ -16,39 +16,44 @@
 set -uo pipefail
 cd "$(dirname "$0")/.."
 call=${1:-}
+new="--preset ltx-2.5 --width 1920 --height 1088 --num-frames 121"
 case $call in
-  1) own="env 40 env
+  1) own="env 20 env
+plan 20 plan --preset ltx-2.5 --pipeline distilled --size 1920x1088 --num-frames 121
+bfloat16 110 distilled $new --repeats 2
+conv 60 distilled $new --video-decoder conv --repeats 2
+float8 60 distilled $new --weights-dtype float8 --repeats 2
+attention 40 race --attention 1x32640x32640x32x128 1x8160x8160x32x128 1x32640x1024x32x128 1x32640x126x32x64
+neighbourhood 40 kernels-of $new --ops neighbourhood_attention --contestants kernel
+memory-24 60 distilled $new --max-memory 24 --repeats 1
+memory-12 60 distilled $new --max-memory 12 --repeats 1
+step 90 step --generation 2.5 --pipeline distilled --clip 1920 1088 121 --rounds 3" ;;
+  2) own="end-to-end 130 end-to-end
+float8 110 float8
+distilled 80 distilled
+distilled-1280x704 80 distilled --width 1280 --height 704 --repeats 2
+distilled-1920x1088 100 distilled --width 1920 --height 1088 --repeats 1
+ltx-2.5 60 distilled --preset ltx-2.5 --num-frames 121 --repeats 2" ;;
+  3) own="peer 140 peer --repeats 2
+compiled 150 peer --peer diffusers-compiled --repeats 2
+float8 150 peer --peer diffusers-float8 --weights-dtype float8 --repeats 2
+step-compiled 110 step --generation 2.5 --pipeline distilled --clip 1920 1088 121 --rounds 3 --compile" ;;
+  4) own="train 150 train --preset ltx-2.5 --sizes 768x512x49
+serve 60 serve
+unpack 60 unpack
+pin 90 pin
+race 190 race --sustain 10" ;;
+  5) own="env 40 env
 race 70 race
 recorded 60 tests tests/backends/test_recorded.py -k not(compiled) --tb=short
 kernel-tests 110 tests tests/kernels/test_kernels.py -k cuda --tb=short
-stages 120 stages
-step 300 step" ;;
-  2) own="end-to-end 130 end-to-end
-profile 90 profile
-kernels 200 kernels
-stages-float8 90 stages --weights-dtype float8
-ltx-2.5 90 stages --preset ltx-2.5 --num-frames 121 --repeats 1
-parity 120 parity" ;;
-  3) own="memory 200 memory
-stream 240 stream
-peer 240 peer
-compile 250 compile" ;;
-  4) own="end-to-end 130 end-to-end
-float8 110 float8
-step-plan 80 float8 --step-plan 0,2,4,6,8,10,12,14,16,18,20,22,24,26,28 --repeats 2
-distilled 80 distilled
-distilled-1280x704 80 distilled --width 1280 --height 704 --repeats 2
-distilled-1920x1088 100 distilled --width 1920 --height 1088 --repeats 1" ;;
-  5) own="peer 170 peer --repeats 2
-compiled 190 peer --peer diffusers-compiled --repeats 2
-float8 190 peer --peer diffusers-float8 --weights-dtype float8 --repeats 2" ;;
-  6) own="train 150 train
-serve 60 serve
-stream-12 60 end-to-end --pipeline one-stage --steps 5 --repeats 2 --max-memory 12
-pin 90 pin
-unpack 60 unpack
-race 190 race --sustain 10
-ltx-2.5 90 stages --preset ltx-2.5 --num-frames 121 --repeats 1" ;;
+parity 90 parity
+step 180 step" ;;
+  6) own="profile 70 profile
+kernels 150 kernels
+memory 120 memory
+stream 120 stream
+step-plan 80 float8 --step-plan 0,2,4,6,8,10,12,14,16,18,20,22,24,26,28 --repeats 2" ;;
   *)
     echo "usage: benchmarks/first_gpu.sh 1|2|3|4|5|6; what each call answers is at the top of this file" >&2
     exit 2

@@ -41,6 +41,7 @@ from ltx2rt_cuda.ops.table import DTYPES
 from ltx2rt_kernels.choose import why_not
 
 from benchmarks.measure import Spread, interleaved, machine, record
+from ltx2rt.commands.options import PRESETS
 from ltx2rt.errors import InputError
 from ltx2rt.fused.head_gate import divided
 from ltx2rt.graph.encodings import ENCODINGS, KEPT
@@ -50,7 +51,7 @@ from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.passes.unpack import keep, unpack
 from ltx2rt.pipelines.two_stage import TwoStage
-from ltx2rt.placement.cost import node_flops
+from ltx2rt.placement.cost import flops, node_flops
 from ltx2rt.placement.devices import device_kind
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.plan import make_plan
@@ -123,7 +124,8 @@ def request_graphs(
         graphs = {stage: taken_apart(session.graph(call)).body for stage, call in loops.items()}
         graphs = {stage: _stored(graph, stored) for stage, graph in graphs.items()}
         others = {"text": calls["text"][0], "audio": calls["audio"][-1]}
-        others["decode"] = max(calls["decode"], key=lambda call: prod(call.sizes))
+        tiles = [call for call in calls["decode"] if call.each]
+        others["decode"] = max(tiles, key=lambda call: flops(session.graph(call)))
         return graphs | {
             part: session.graph(call) for part, call in others.items() if part in parts
         }
@@ -443,9 +445,7 @@ def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(
         description="kernels against eager torch, torch.compile and the floor"
     )
-    parser.add_argument(
-        "--preset", default="ltx-2.3", choices=("ltx-2.0", "ltx-2.3", "tiny-2.0", "tiny-2.3")
-    )
+    parser.add_argument("--preset", default="ltx-2.3", choices=PRESETS)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--height", type=int, default=512)

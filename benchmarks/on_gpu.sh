@@ -4,6 +4,7 @@
 #   env          the device and the versions
 #   tests        every test whose packages are here
 #   parity       a whole tiny run on the device against the CPU's, float32
+#   plan         what `ltx2rt plan` says of a request on this device: the flags are plan's
 #   race         attention kernels, products and float8 roads against each other, at the shapes of a step
 #   collectives  the placed step's collectives, and the plan for 4 x H100
 #   step         guided steps of both stages, full size, against diffusers' on the same weights; again with float8 weights (needs diffusers)
@@ -21,6 +22,7 @@
 #   serve        20 jobs of three sizes by the server and by a session, in turns: of MODEL, which must fit twice, or of the tiny model
 #   profile      kernel groups of one step of each stage
 #   kernels      each kernel against eager torch, torch.compile and its floor; again with an image; of float8 linears
+#   kernels-of   the same once, with the flags that are given
 #   unpack       the kernel that decodes weights kept as files store them, by type
 #   cold-start   from a fresh process to the first step, by phase: of MODEL, or of a full-size main file (46 GB in TMPDIR)
 #   clip         an MP4 of the tiny model through the command line (needs PyAV)
@@ -34,7 +36,7 @@
 # finished, the tests leave tests.txt and tests.xml.
 set -euo pipefail
 
-known="env tests parity race collectives step stages compile end-to-end float8 distilled peer memory stream pin train serve profile kernels unpack cold-start clip"
+known="env tests parity plan race collectives step stages compile end-to-end float8 distilled peer memory stream pin train serve profile kernels kernels-of unpack cold-start clip"
 part=${1:?"usage: benchmarks/on_gpu.sh PART [FLAG ...]; the parts stand at the top of this file"}
 shift
 cd "$(dirname "$0")/.."
@@ -116,6 +118,11 @@ case $part in
         --output "$OUT/parity-$preset.json" "$@"
     done
     ;;
+  plan)
+    card=$("$PYTHON" -c "import torch; print(torch.cuda.get_device_name())" 2>/dev/null || echo none)
+    case $card in *H200*) kind=h200-141gb ;; *H100*) kind=h100-80gb ;; *) kind=${KIND:-h200-141gb} ;; esac
+    limited "$PYTHON" -m ltx2rt.cli plan --device-kind "$kind" "$@" | tee "$OUT/plan.txt"
+    ;;
   race) benchmark race --output "$OUT/race.json" "$@" ;;
   collectives)
     benchmark collectives --output "$OUT/collectives.json" "$@"
@@ -178,6 +185,7 @@ case $part in
       --output "$OUT/kernels-image.json" "$@"
     benchmark kernels --device cuda --weights-dtype float8 --ops quantise_rows --output "$OUT/kernels-float8.json" "$@"
     ;;
+  kernels-of) benchmark kernels --device cuda --output "$OUT/kernels-of.json" "$@" ;;
   unpack)
     benchmark kernels --device cuda --ops unpack --stored int8 float8 nvfp4 mxfp8 Q8_0 Q4_K Q6_K \
       --contestants kernel eager --rounds 3 --output "$OUT/kernels-stored.json" "$@"

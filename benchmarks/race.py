@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,13 @@ LARGEST = 3  # products that are raced under load
 LIBRARIES = ("cublas", "cublaslt")  # torch takes the second where it is not told
 
 
-def cases(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[], Any]]]:
+def cases(
+    device: torch.device, shrink: int, attention: Sequence[Sequence[int]] = ()
+) -> list[tuple[str, int, Callable[[], Any]]]:
     """(name, FLOP, call) of every row. shrink: divides tokens and widths, for a machine without a
-    GPU."""
+    GPU. attention: shapes as of ATTENTION, which are then all."""
     found: list[tuple[str, int, Callable[[], Any]]] = []
-    for batch, queries, keys, heads, dim in ATTENTION:
+    for batch, queries, keys, heads, dim in attention or ATTENTION:
         queries, keys = (max(1, n // shrink) for n in (queries, keys))
         shape = f"{batch}x{queries}x{keys}x{heads}x{dim}"
         q, k, v = (
@@ -72,7 +74,8 @@ def cases(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[]
         )
         mask = torch.zeros(1, 1, queries, keys, device=device, dtype=q.dtype)
         for name, kernel in TORCH.items():
-            for given in (None, mask) if queries == keys and name != "flash2" else (None,):
+            masked = queries == keys and name != "flash2" and not attention
+            for given in (None, mask) if masked else (None,):
 
                 def attend(kernel=kernel, q=q, k=k, v=v, mask=given):
                     with sdpa_kernel([kernel]):
@@ -82,7 +85,7 @@ def cases(device: torch.device, shrink: int) -> list[tuple[str, int, Callable[[]
                 found.append(
                     (f"{name} {shape}{with_mask}", 4 * batch * queries * keys * heads * dim, attend)
                 )
-    for rows, inner, columns in PRODUCTS:
+    for rows, inner, columns in () if attention else PRODUCTS:
         rows, inner, columns = (max(16, n // shrink) for n in (rows, inner, columns))
         x, weight, bias = (
             drawn(device, rows, inner),
@@ -166,13 +169,22 @@ def main() -> None:
         "--sustain", type=float, default=0, metavar="S",
         help="race the largest products, each after so many seconds of load",
     )  # fmt: skip
+    parser.add_argument(
+        "--attention", nargs="+", default=(), metavar="BATCHxQUERIESxKEYSxHEADSxDIM",
+        type=lambda text: tuple(map(int, text.split("x"))),
+        help="race these attentions alone, such as 1x32640x32640x32x128 of 1920x1088x121",
+    )  # fmt: skip
     parser.add_argument("--output", type=Path, help="JSON file for the rows")
     args = parser.parse_args()
     device, rows = torch.device(args.device), []
     torch.manual_seed(0)
     with torch.inference_mode():
-        rows_of = sustained if args.sustain else cases
-        for name, flop, run in rows_of(device, args.shrink):
+        found = (
+            sustained(device, args.shrink)
+            if args.sustain
+            else cases(device, args.shrink, args.attention)
+        )
+        for name, flop, run in found:
             library, began = name.split()[-1], time.time()
             if library in LIBRARIES:
                 torch.backends.cuda.preferred_blas_library(library)

@@ -49,7 +49,7 @@ from ltx2rt.flags import given_flags
 from ltx2rt.models import transformer
 from ltx2rt.models.guided_step import CFG, MODALITY, RESCALE, STG
 from ltx2rt.models.samplers import trajectory
-from ltx2rt.pipelines.two_stage import TwoStage
+from ltx2rt.pipelines import pipeline
 from ltx2rt.placement.cost import flops
 from ltx2rt.run.plan import make_plan
 from ltx2rt.scheduling import SWITCHES, VARIABLE
@@ -308,6 +308,10 @@ class Guided:
             ),
             "audio_coords": module.audio_rope.prepare_audio_coords(1, g.audio_latents, device),
         }
+        keyframes = {}
+        if self.config.keyframe_vector:  # the first latent frame is of one picture
+            first = torch.arange(g.frames * g.rows * g.columns, device=device) < g.rows * g.columns
+            keyframes["video_keyframes_mask"] = first[None, :, None]
         context = {
             m: torch.from_numpy(self.feeds[f"{m}_context"]).to(device, self.dtype)
             for m in self.start
@@ -332,7 +336,7 @@ class Guided:
                 encoder_hidden_states=context["video"][rows],
                 audio_encoder_hidden_states=context["audio"][rows], timestep=timestep.expand(batch),
                 sigma=timestep.expand(batch), use_cross_timestep=True, return_dict=False,
-                **arguments,
+                **arguments, **keyframes,
             )  # fmt: skip
             return [v.float() for v in found]
 
@@ -469,6 +473,7 @@ def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
     )
     facts: dict[str, Any] = {
         "preset": name,
+        "pipeline": args.pipeline,
         "clip": size,
         "compile": args.compile,
         "rounds": args.rounds,
@@ -480,9 +485,10 @@ def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
     with random_session(
         name, small and small.transformer, **given_flags(args, ModelOptions)
     ) as session:
-        plan = make_plan(session, TwoStage("a fox", seed=0, steps=max(args.steps, 3), **size))
+        steps = {"steps": max(args.steps, 3)} if args.pipeline == "two-stage" else {}
+        plan = make_plan(session, pipeline(args.pipeline)("a fox", seed=0, **steps, **size))
         contests = [
-            Guided(session, stage, args.steps)
+            Guided(session, replace(stage, sampler="euler"), args.steps)  # LTX-2.5's draws noise
             for stage in plan.stages
             if isinstance(stage, Denoise)
         ]
@@ -491,7 +497,8 @@ def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
         )
         facts |= {"dtype": session.dtype, "weights_dtype": args.weights_dtype or session.dtype}
         facts["matmul_flops_per_s"] = rate = product_rate(contests[0].device, contests[0].dtype)
-        head = f"{facts['device']}; {name}, {facts['dtype']}, weights in {facts['weights_dtype']}, {size}"
+        head = f"{facts['device']}; {name}, {args.pipeline}, {facts['dtype']}, "
+        head += f"weights in {facts['weights_dtype']}, {size}"
         if small:
             facts["transformer"] = sizes = {
                 name: asdict(small)[name] for name in ("layers", "heads", "head_dim")
@@ -518,7 +525,8 @@ def measure_guided(args: argparse.Namespace) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> dict:
     parser = argparse.ArgumentParser(description="denoising against diffusers'")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--generation", choices=("2.0", "2.3"), default="2.3")
+    parser.add_argument("--generation", choices=("2.0", "2.3", "2.5"), default="2.3")
+    parser.add_argument("--pipeline", choices=("two-stage", "distilled"), default="two-stage")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--tiny", action="store_true", help="toy shapes, to see that it runs")
     parser.add_argument("--threads", type=int, default=2, help="of a CPU")

@@ -113,7 +113,7 @@ def _basis(found: Estimate) -> str:
     if host.compiled:
         return "by the compiler's code, not run"
     scaled = f"scaled from what was measured on {host.on}"
-    how = "as measured" if found.basis == "measured" else scaled
+    how = "at rates measured on it" if found.basis == "measured" else scaled
     return f"{how}, with {found.outside_s:.2f} s outside of stages"
 
 
