@@ -5,8 +5,8 @@
 
 Compares the graph of every network (both generations, one to four devices, every mesh axis) node
 for node, names of values apart, and whole tiny runs of every pipeline on both backends bit for bit
-(latents after every step, waveform). Everything goes through the command line, which outlives any
-restructuring. The graphs' hashes hold on any machine, and `golden_graphs.json` keeps them for the
+(latents after every step, waveform). All but the loops of `a2v` goes through the command line, which
+outlives any restructuring. The graphs' hashes hold on any machine, and `golden_graphs.json` keeps them for the
 tests; the runs' digests hold on one.
 """
 
@@ -24,10 +24,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from PIL import Image
 from safetensors.numpy import load_file
 
 from ltx2rt import cli
+from ltx2rt.graph.show import show
+from ltx2rt.instruments.make import make_checkpoint
+from ltx2rt.media.sound import write_wav
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import resolved_stages
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import NO_LORA, ModelOptions
 
 GOLDEN = Path(__file__).with_name("golden_graphs.json")
 PRESETS = ("tiny-2.0", "tiny-2.3", "tiny-2.5")  # whose graphs the golden file has
@@ -70,7 +78,12 @@ def graph_hash(arguments: tuple[str, ...]) -> str:
     with contextlib.redirect_stdout(out):
         status = cli.main(["graph", *arguments, *CLIP, "--format", "json"])
     assert status == 0, arguments
-    graph = json.loads(out.getvalue())
+    return digest_of(out.getvalue())
+
+
+def digest_of(text: str) -> str:
+    """Of a graph's JSON."""
+    graph = json.loads(text)
     numbers: dict[str, Any] = {}
     head = [[v["name"], v["axes"], v["shape"], v["dtype"]] for v in graph["inputs"]]
     body = [graph["name"], head, sorted(graph["params"].items()), _nodes(graph["nodes"], numbers)]
@@ -124,7 +137,26 @@ def _constant(node: dict[str, Any], operands: list[Any]) -> float | None:
 
 
 def graph_hashes(presets: tuple[str, ...]) -> dict[str, str]:
-    return {" ".join(case): graph_hash(case) for case in graph_cases(presets)}
+    found = {" ".join(case): graph_hash(case) for case in graph_cases(presets)}
+    return found | {name: x for one in presets for name, x in unguided_hashes(one).items()}
+
+
+def unguided_hashes(preset: str) -> dict[str, str]:
+    """Of the loops of stages 1 and 2 of `a2v` on distilled weights, at `CLIP`; on one device, where
+    both backends lower the same graph."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, sound = Path(name) / preset, Path(name) / "song.wav"
+        make_checkpoint(preset, "official", folder, empty=True)
+        write_wav(sound, np.full((2, 48000), 0.1, np.float32), 48000)
+        how = {"distilled_lora": NO_LORA, "assume": "distilled"}
+        session = open_session(ModelOptions("cuda", folder, device="cpu", **how))
+        clip = {"width": 768, "height": 512, "num_frames": 17, "seed": 0}
+        request = make_request("a2v", prompt="a fox", audio_path=sound, **clip)
+        stages = resolved_stages(session.checkpoint, session.options, request)
+        calls = [call for stage in stages for call in stage.needs(session.config) if call.steps]
+        graphs = [digest_of(show(session.graph(call), "json")) for call in calls]
+        session.close()
+    return {f"a2v stage{i} --preset {preset}": x for i, x in enumerate(graphs, 1)}
 
 
 def run_digests() -> dict[str, str]:
