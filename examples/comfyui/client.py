@@ -37,6 +37,7 @@ MOST_BYTES, MOST_CLIP_BYTES, CHUNK_BYTES = 2**24, 2**30, 2**16
 START_S = 900.0  # to load a model
 OVER = ("completed", "failed")
 TOKEN_FILE_CHARS = 2**16
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 KEEP_TOKEN = (
     "put the token into a file and name the file, or into LTX2RT_TOKEN, where ComfyUI starts: "
     "every file that ComfyUI saves holds a workflow's widgets"
@@ -78,9 +79,10 @@ class Upload:
     data: bytes
 
 
-def read_token(file: str) -> str:
-    """The token in a file, as `TOKEN` or `NAME TOKEN`; without a file, LTX2RT_TOKEN.
-    Raises ServerError, which never quotes the token."""
+def read_token(file: str, address: str) -> str:
+    """The token for a server, from a file, or without one from LTX2RT_TOKEN: the last word of the
+    line that begins with its address; of a line without an address only for this machine's servers.
+    "" if there is none in LTX2RT_TOKEN. Raises ServerError, which never quotes the token."""
     text, where = os.environ.get("LTX2RT_TOKEN", ""), "LTX2RT_TOKEN"
     if file:
         if not (path := Path(file).expanduser()).is_file():
@@ -90,9 +92,38 @@ def read_token(file: str) -> str:
     named = [one.split() for one in text.splitlines() if one.split("#")[0].strip()]
     if not named and not file:
         return ""
-    if not named or not re.fullmatch("[!-~]+", found := named[0][:2][-1]):
+    if not named or not all(re.fullmatch("[!-~]+", words[:2][-1]) for words in named):
         raise ServerError(f"{where} holds no token of printable ASCII; write one")
-    return found
+    server = urlsplit(root_of(address))
+    for first, *rest in named:
+        if rest and "://" in first and origin(first) == origin(server.geturl()):
+            return rest[0]
+    plain = [words for words in named if len(words) == 1 or "://" not in words[0]]
+    if plain and server.hostname in LOOPBACK:
+        return plain[0][:2][-1]
+    if plain or file:
+        meant = f"{server.scheme}://{server.netloc}"
+        advice = f"for this server write a line `{meant} TOKEN`, if you trust it with the token"
+        raise ServerError(f"{where} does not name {meant}; {advice}")
+    return ""
+
+
+def root_of(address: str) -> str:
+    """A server's address with its scheme. Raises ServerError."""
+    text = address.strip()
+    root = (text if "://" in text else f"http://{text}").rstrip("/")
+    with suppress(ValueError):
+        parts = urlsplit(root)
+        plain = re.fullmatch("[!-~]+", root) and parts.scheme in ("http", "https")
+        if plain and parts.hostname and parts.port != 0:
+            return root
+    raise ServerError(f"address: {text[:80]!r}, expected one such as http://127.0.0.1:8000")
+
+
+def origin(root: str) -> tuple[str, str | None, int | None]:
+    """Scheme, host and port. Raises ServerError."""
+    parts = urlsplit(root_of(root))
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}[parts.scheme]
 
 
 def quiet(text: str) -> None:
@@ -248,14 +279,7 @@ class Server:
     @property
     def root(self) -> str:
         """The address with its scheme. Raises ServerError."""
-        text = self.address.strip()
-        root = (text if "://" in text else f"http://{text}").rstrip("/")
-        with suppress(ValueError):
-            parts = urlsplit(root)
-            plain = re.fullmatch("[!-~]+", root) and parts.scheme in ("http", "https")
-            if plain and parts.hostname and parts.port != 0:
-                return root
-        raise ServerError(f"address: {text[:80]!r}, expected one such as http://127.0.0.1:8000")
+        return root_of(self.address)
 
     def _request(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] = {}
@@ -398,8 +422,12 @@ class Servers:
 
 
 def _start(command: str, model: str, arguments: str) -> Started:
-    words = shlex.split(command)
-    if not words or shutil.which(words[0]) is None:
+    words = [command] if Path(command).is_file() else shlex.split(command)
+    plain = len(words) == 1 and Path(words[0]).stem == "ltx2rt"
+    if not plain and command != os.environ.get("LTX2RT_COMMAND"):  # it may be a stranger's workflow
+        advice = "other commands are taken only from LTX2RT_COMMAND, where ComfyUI starts"
+        raise ServerError(f"command: {command!r}, expected `ltx2rt` or its path; {advice}")
+    if shutil.which(words[0]) is None:
         raise ServerError(f"command: {command!r} is no program; give the path of ltx2rt")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -6,19 +6,26 @@ so that its own sentence is the node's error.
 
 from __future__ import annotations
 
+import asyncio
 import io as bytes_io
+import json
+import os
+import shutil
 import tomllib
 import wave
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import folder_paths
 import numpy as np
 from comfy.model_management import throw_exception_if_processing_interrupted
 from comfy.utils import ProgressBar
-from comfy_api.latest import ComfyExtension, InputImpl, io
+from comfy_api.latest import ComfyExtension, InputImpl, io, ui
 from PIL import Image
 from server import PromptServer
 
@@ -26,7 +33,62 @@ from .client import SERVERS, Server, ServerError, Upload, read_token
 
 Connection, Images, Loras = (io.Custom(f"LTX2RT_{kind}") for kind in ("SERVER", "IMAGES", "LORAS"))
 UNSET = "default"  # the server's, or the pipeline's
+AUTOMATIC = ("", 0, 0.0, UNSET, False)  # defaults that leave the choice to the server
 MAX_SEED, PREVIEW_PX, MAX_PREVIEW_PX = 2**32 - 1, 512, 8192
+ADDRESS = os.environ.get("LTX2RT_ADDRESS", "http://127.0.0.1:8000")
+PIPELINES = (UNSET, "two-stage", "distilled", "one-stage", "hq", "keyframes")
+OF_OTHER_NODES = {
+    "video_path",
+    "audio_path",
+    "video_conditioning",
+    "upscale",
+}  # files of their pipelines
+FRAMES, SOUND = 1, 2  # outputs of a task
+seen: dict[str, Server] = {}  # servers of this process's graphs, the latest last
+
+
+def names(kind: str) -> list[str]:
+    """LoRAs, or pipelines of *Text or images*, of the servers that graphs have named; of the usual
+    address before the first."""
+    found = dict.fromkeys(PIPELINES if kind == "pipelines" else ())
+    for server in list(seen.values()) or [Server(ADDRESS, partial(read_token, "", ADDRESS))]:
+        with suppress(ServerError):
+            listed = server.limits().get(kind)
+            if isinstance(listed, list):
+                found |= dict.fromkeys(one for one in listed if isinstance(one, str))
+            elif isinstance(listed, dict):
+                facts = {n: one for n, one in listed.items() if isinstance(one, dict)}
+                found |= {
+                    n: None for n in facts if not OF_OTHER_NODES & {*facts[n].get("files", ())}
+                }
+    return list(found)
+
+
+async def listed(request: Any) -> Any:
+    """Answer the page, which asks for the entries of a list."""
+    from aiohttp import web
+
+    return web.json_response(await asyncio.to_thread(names, request.match_info["kind"]))
+
+
+PromptServer.instance.routes.get("/ltx2rt/{kind:loras|pipelines}")(listed)
+
+
+def of_server(name: str, kind: str, about: str) -> io.Input:
+    """A list that the page fetches from the server; any other name may be given as well."""
+    remote = io.RemoteOptions(route=f"/ltx2rt/{kind}", refresh_button=True)
+    return io.Combo.Input(name, remote=remote, tooltip=about)
+
+
+def used(node: type[io.ComfyNode]) -> set[int]:
+    """The outputs of a node that others of the running graph read; all where it is not found."""
+    running, _ = PromptServer.instance.prompt_queue.get_current_queue()
+    own = getattr(node.hidden, "unique_id", None)
+    graphs = [item[2] for item in running if own in item[2]]
+    if not graphs:
+        return {FRAMES, SOUND}
+    links = [x for one in graphs[0].values() for x in one["inputs"].values() if isinstance(x, list)]
+    return {link[1] for link in links if link[:1] == [own]}
 
 
 def say(node: type[io.ComfyNode], text: str) -> None:
@@ -56,14 +118,12 @@ class ServerNode(io.ComfyNode):
             "LTX2RT Server",
             "ltx2rt",
             [
-                io.String.Input(
-                    "address", default="http://127.0.0.1:8000", tooltip="of `ltx2rt serve`"
-                ),
+                io.String.Input("address", default=ADDRESS, tooltip="of `ltx2rt serve`"),
                 io.String.Input(
                     "token",  # the name and place of the widget that held a token itself
                     "token file",
                     default="",
-                    tooltip="a file with this user's token, if the server asks for one; empty: "
+                    tooltip="a file with a line `ADDRESS TOKEN`, if the server asks for one; empty: "
                     "LTX2RT_TOKEN, as ComfyUI was started with it",
                 ),
                 io.String.Input(
@@ -91,9 +151,13 @@ class ServerNode(io.ComfyNode):
     def execute(cls, address, token, model, command, arguments) -> io.NodeOutput:
         if model:
             path = folder_paths.models_dir if model == "models" else model
-            return io.NodeOutput(SERVERS.serving(command, path, arguments, waiting(cls)))
-        read_token(token)  # refuse a wrong one here
-        return io.NodeOutput(Server(address, partial(read_token, token)))
+            found = SERVERS.serving(command, path, arguments, waiting(cls))
+        else:
+            read_token(token, address)  # refuse a wrong one here
+            found = Server(address, partial(read_token, token, address))
+        seen.pop(found.root, None)
+        seen[found.root] = found
+        return io.NodeOutput(found)
 
 
 class ImageNode(io.ComfyNode):
@@ -116,7 +180,7 @@ class ImageNode(io.ComfyNode):
 
     @classmethod
     def execute(cls, image, frame, strength, more=()) -> io.NodeOutput:
-        return io.NodeOutput((*(more or ()), (image[0], frame, strength)))
+        return io.NodeOutput((*(more or ()), (single(image, "image"), frame, strength)))
 
 
 class LoraNode(io.ComfyNode):
@@ -129,15 +193,18 @@ class LoraNode(io.ComfyNode):
             "LTX2RT LoRA",
             "ltx2rt",
             [
-                io.String.Input(
-                    "name", tooltip="as /v1/loras lists it: a file of --loras, without suffix"
-                ),
+                of_server("name", "loras", "a file of the server's --loras, without suffix"),
                 io.Float.Input("strength", default=1.0, min=-10.0, max=10.0, step=0.05),
                 io.Combo.Input("stage", options=["both", "stage1", "stage2"]),
                 Loras.Input("more", optional=True),
             ],
             [Loras.Output(display_name="loras")],
         )
+
+    @classmethod
+    def validate_inputs(cls, name) -> bool:
+        """The server says which names there are."""
+        return True
 
     @classmethod
     def execute(cls, name, strength, stage, more=()) -> io.NodeOutput:
@@ -160,7 +227,13 @@ class Task(io.ComfyNode):
             io.Int.Input("width", default=0, min=0, max=8192, step=2, tooltip="0: automatic"),
             io.Int.Input("height", default=0, min=0, max=8192, step=2, tooltip="0: automatic"),
             io.Float.Input(
-                "seconds", default=0.0, min=0.0, max=3600.0, step=0.1, tooltip="0: the default"
+                "seconds",
+                "duration",
+                default=0.0,
+                min=0.0,
+                max=3600.0,
+                step=0.1,
+                tooltip="seconds; 0: the default",
             ),
         )
         return io.Schema(
@@ -184,6 +257,12 @@ class Task(io.ComfyNode):
                     default="",
                     tooltip="more fields of a request, as TOML: video_cfg = 4.0",
                 ),
+                io.Boolean.Input(
+                    "enhance_prompt",
+                    default=False,
+                    optional=True,  # earlier workflows lack it
+                    tooltip="have the server's --prompt-enhancer write the prompt out",
+                ),
                 Loras.Input("loras", optional=True),
             ],
             [
@@ -197,16 +276,27 @@ class Task(io.ComfyNode):
         )
 
     @classmethod
+    def fingerprint_inputs(cls, **widgets: Any) -> Any:
+        """Whether frames or sound are read: the node has to give them, from the clip it has."""
+        return sorted(used(cls) & {FRAMES, SOUND})
+
+    @classmethod
     def execute(cls, server, **widgets: Any) -> io.NodeOutput:
         fields, uploads = cls.request(widgets)
-        wait = waiting(cls)
-        video = follow(cls, server, server.send(fields, uploads, wait))
-        path = Path(folder_paths.get_temp_directory()) / f"{video['id']}.mp4"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(server.content(video, wait))
-        clip = InputImpl.VideoFromFile(str(path))
-        parts = clip.get_components()
-        return io.NodeOutput(clip, parts.images, parts.audio, video["x"]["seed"])
+        wait, wanted = waiting(cls), used(cls)
+        folder = Path(folder_paths.get_temp_directory())
+        made = folder / f"ltx2rt-{digest(server.root, fields, uploads)}.mp4"
+        if not made.is_file():  # else only its outputs are read now
+            video = follow(cls, server, server.send(fields, uploads, wait))
+            folder.mkdir(parents=True, exist_ok=True)
+            partial_file = made.with_suffix(".partial")
+            partial_file.write_bytes(server.content(video, wait))
+            made.with_suffix(".seed").write_text(str(video["x"]["seed"]))
+            partial_file.replace(made)
+        clip = InputImpl.VideoFromFile(str(made))
+        frames = clip.get_components().images if FRAMES in wanted else None
+        sound = sound_of(made) if SOUND in wanted else None
+        return io.NodeOutput(clip, frames, sound, int(made.with_suffix(".seed").read_text()))
 
     @classmethod
     def request(cls, widgets: dict[str, Any]) -> tuple[dict[str, Any], list[Upload]]:
@@ -223,10 +313,12 @@ class Task(io.ComfyNode):
             fields["loras"] = list(loras)
         files = {socket.id for socket in cls.sockets}
         if (sheet := widgets.pop("sheet", None)) is not None:
-            uploads.append(Upload("video_conditioning", "sheet.png", png(sheet[0])))
+            uploads.append(Upload("video_conditioning", "sheet.png", png(single(sheet, "sheet"))))
         images = list(widgets.pop("images", None) or ())
         if (first := widgets.pop("image", None)) is not None:
-            images.insert(0, (first[0], "0", 1.0))
+            images.insert(0, (single(first, "first_frame"), "0", 1.0))
+        if (last := widgets.pop("last_frame", None)) is not None:
+            images.append((single(last, "last_frame"), "last", 1.0))
         if images:
             fields["images"] = []
         for number, (pixels, frame, strength) in enumerate(images):
@@ -239,7 +331,7 @@ class Task(io.ComfyNode):
             if name in files:
                 if value is not None:
                     uploads.append(Upload(name, *encoded(value)))
-            elif name in ("seed", "prompt") or value not in ("", 0, 0.0, UNSET, False):
+            elif name in ("seed", "prompt") or not automatic(name, value, cls.own):
                 fields[name] = value
         return fields | more, uploads
 
@@ -247,19 +339,29 @@ class Task(io.ComfyNode):
 class TextNode(Task):
     name, title = "LTX2RTText", "LTX2RT Text or images to video"
     about = "A clip with sound from a prompt, and from pictures at any of its frames."
-    sockets = (io.Image.Input("image", optional=True), Images.Input("images", optional=True))
+    sockets = (
+        io.Image.Input("image", "first_frame", optional=True),
+        Images.Input("images", optional=True),
+        io.Image.Input("last_frame", optional=True),
+    )
     own = (
-        io.Combo.Input(
-            "pipeline", options=[UNSET, "two-stage", "distilled", "one-stage", "hq", "keyframes"]
-        ),
+        of_server("pipeline", "pipelines", "default: the server's choice by what it is given"),
         io.Float.Input("fps", default=24.0, min=1.0, max=120.0, step=0.001),
     )
+
+    @classmethod
+    def validate_inputs(cls, pipeline) -> bool:
+        """The server says which names there are."""
+        return True
 
 
 class SoundNode(Task):
     name, title, pipeline = "LTX2RTSound", "LTX2RT Sound to video", "a2v"
     about = "A clip that moves with a song or a voice."
-    sockets = (io.Audio.Input("audio_path", "sound"), io.Image.Input("image", optional=True))
+    sockets = (
+        io.Audio.Input("audio_path", "sound"),
+        io.Image.Input("image", "first_frame", optional=True),
+    )
 
 
 class RedoNode(Task):
@@ -312,7 +414,7 @@ class ReferencesNode(Task):
     sockets = (
         io.Video.Input("video_conditioning", "reference", optional=True),
         io.Image.Input("sheet", optional=True),
-        io.Image.Input("image", optional=True),
+        io.Image.Input("image", "first_frame", optional=True),
     )
     own = (
         io.Float.Input("conditioning_attention_strength", default=1.0, min=0.0, max=1.0, step=0.05),
@@ -323,6 +425,93 @@ class UpscaleNode(Task):
     name, title, pipeline = "LTX2RTUpscale", "LTX2RT Upscale", "upscale"
     about = "The clip at twice its size, by the IC-LoRA near the server's model or of `loras`."
     sockets, sized = (io.Video.Input("upscale", "video"),), False
+
+
+class SaveNode(io.ComfyNode):
+    """The server's file, byte for byte."""
+
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            "LTX2RTSave",
+            "LTX2RT Save clip as made",
+            "ltx2rt",
+            [
+                io.Video.Input("video"),
+                io.String.Input("filename_prefix", default="video/ltx2rt"),
+            ],
+            [],
+            [],
+            "Save the file that the server made, with its marks (XMP, C2PA), and without the "
+            "workflow, which *Save Video* puts in.",
+            is_output_node=True,
+        )
+
+    @classmethod
+    def execute(cls, video, filename_prefix) -> io.NodeOutput:
+        folder, name, number, subfolder, _ = folder_paths.get_save_image_path(
+            filename_prefix, folder_paths.get_output_directory()
+        )
+        source = whole_file(video)
+        suffix = source.suffix if source else ".mp4"
+        path = Path(folder) / f"{name}_{number:05}_{suffix}"
+        if source:
+            shutil.copyfile(source, path)
+        else:
+            video.save_to(str(path))
+        saved = ui.SavedResult(path.name, subfolder, io.FolderType.output)
+        return io.NodeOutput(ui=ui.PreviewVideo([saved]))
+
+
+def automatic(name: str, value: Any, own: tuple[io.Input, ...]) -> bool:
+    """Whether a widget leaves the choice to the server: it is at its default, if that means so."""
+    defaults = {one.id: getattr(one, "default", None) for one in own}
+    return value in AUTOMATIC and defaults.get(name) in (None, *AUTOMATIC)
+
+
+def single(pixels: Any, name: str) -> Any:
+    """The picture of a batch of one. Raises ServerError."""
+    if len(pixels) != 1:
+        advice = "take one by *Image From Batch*, or place several by *LTX2RT Image at frame*"
+        raise ServerError(f"{name}: {len(pixels)} pictures in one batch, expected one; {advice}")
+    return pixels[0]
+
+
+def digest(address: str, fields: dict[str, Any], uploads: list[Upload]) -> str:
+    """One name for equal tasks."""
+    found = sha256(json.dumps([address, fields], sort_keys=True, default=str).encode())
+    for one in uploads:
+        found.update(f"\0{one.field}\0{one.name}\0{len(one.data)}\0".encode("utf-8", "replace"))
+        found.update(one.data)
+    return found.hexdigest()[:32]
+
+
+def sound_of(path: Path) -> dict[str, Any] | None:
+    """A file's sound as ComfyUI's AUDIO, without its pictures; None if it has none."""
+    import av
+    import torch
+
+    with av.open(str(path)) as file:
+        if not file.streams.audio:
+            return None
+        rate, resampled = file.streams.audio[0].rate, av.AudioResampler("fltp")
+        parts = [
+            part.to_ndarray()
+            for frame in file.decode(audio=0)
+            for part in resampled.resample(frame)
+        ]
+    return {"waveform": torch.from_numpy(np.concatenate(parts, 1))[None], "sample_rate": rate}
+
+
+def whole_file(video: Any) -> Path | None:
+    """The file of a VIDEO; None of a trimmed one, and of one that was made of frames."""
+    if isinstance(video, InputImpl.VideoFromFile):
+        source = video.get_stream_source()
+        if isinstance(source, str):
+            whole_s = InputImpl.VideoFromFile(source).get_duration()
+            if abs(whole_s - video.get_duration()) < 1e-3:
+                return Path(source)
+    return None
 
 
 def follow(node: type[io.ComfyNode], server: Server, sent: dict[str, Any]) -> dict[str, Any]:
@@ -375,12 +564,12 @@ def encoded(value: Any) -> tuple[str, bytes]:
     if isinstance(value, dict):
         return "sound.wav", wav(value)
     if hasattr(value, "save_to"):
-        file = bytes_io.BytesIO()
-        source = value.get_stream_source() if hasattr(value, "get_stream_source") else file
-        if isinstance(source, str):
-            return Path(source).name, Path(source).read_bytes()
-        value.save_to(file, format="mp4")
-        return "clip.mp4", file.getvalue()
+        if source := whole_file(value):
+            return source.name, source.read_bytes()
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / "clip.mp4"
+            value.save_to(str(path))
+            return path.name, path.read_bytes()
     if len(value) == 1:
         return "mask.png", png(value[0])
     return "mask.mov", movie(value)
@@ -441,7 +630,7 @@ class Extension(ComfyExtension):
             ReferencesNode,
             UpscaleNode,
         )
-        return [ServerNode, *tasks, ImageNode, LoraNode]
+        return [ServerNode, *tasks, ImageNode, LoraNode, SaveNode]
 
 
 async def comfy_entrypoint() -> Extension:

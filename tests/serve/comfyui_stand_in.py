@@ -116,13 +116,17 @@ class ComfyUI:
         io = SimpleNamespace(
             ComfyNode=Node, Schema=Schema, NodeOutput=NodeOutput, Custom=lambda name: Kind(),
             Input=Input, Hidden=SimpleNamespace(unique_id="UNIQUE_ID", prompt="PROMPT"), **kinds,
+            RemoteOptions=SimpleNamespace, FolderType=SimpleNamespace(output="output"),
         )  # fmt: skip
         impl = SimpleNamespace(VideoFromFile=VideoFromFile, VideoFromComponents=VideoFromComponents)
         ui = SimpleNamespace(SavedResult=lambda *facts: facts, PreviewVideo=list)
         bar = SimpleNamespace(update_absolute=lambda *about: None)
         queue = SimpleNamespace(get_current_queue=lambda: ([(0, "id", self.running, {}, [])], []))
+        routes = SimpleNamespace(get=lambda path: lambda answer: answer)
         instance = SimpleNamespace(
-            send_progress_text=lambda text, node: self.said.append(text), prompt_queue=queue
+            routes=routes,
+            send_progress_text=lambda text, node: self.said.append(text),
+            prompt_queue=queue,
         )
         parts: dict[str, dict[str, Any]] = {
             "comfy": {},

@@ -1,6 +1,7 @@
 """The nodes and their client where no ComfyUI is: its API is a stand-in, the server is real."""
 
 import contextlib
+import io
 import json
 import pickle
 import re
@@ -8,9 +9,19 @@ import sys
 import time
 from threading import Thread
 
+import av
+import numpy as np
 import pytest
+import torch
 
-from tests.serve.comfyui_stand_in import NODES, ComfyUI, Interrupted
+from tests.serve.comfyui_stand_in import (
+    NODES,
+    ComfyUI,
+    Interrupted,
+    VideoFromComponents,
+    VideoFromFile,
+    write,
+)
 from tests.serve.hostile import ANSWERS, answer, answering, redirect
 from tests.serve.serving import SMALL, wait_for
 
@@ -36,6 +47,25 @@ def comfy(tmp_path, monkeypatch):
 @pytest.fixture
 def nodes(comfy):
     return comfy.nodes()
+
+
+@pytest.fixture
+def real_server(nodes, server):
+    """What the server node returns for one with replicas that have no model."""
+    return connection(nodes, server.url)
+
+
+def clip_of(comfy, name="clip.mp4", frames=24):
+    """A VIDEO of a file: a second of 64x64."""
+    path = comfy.folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write(path, [np.full((64, 64, 3), i * 9, np.uint8) for i in range(frames)], 24)
+    return VideoFromFile(str(path))
+
+
+def frames_in(data):
+    with av.open(io.BytesIO(data)) as file:
+        return sum(1 for _ in file.decode(video=0))
 
 
 def connection(nodes, address="http://127.0.0.1:8000", token="", model=""):
@@ -186,3 +216,159 @@ def test_a_task_is_sent_followed_and_fetched(client, server, monkeypatch):
     *_, video = client.Server(server.url).follow(sent)
     assert video["status"] == "completed"
     assert client.Server(server.url).content(video) == server.content(sent["id"]).content
+
+
+@pytest.mark.parametrize("line, address, sent", [
+    ("{}", "http://127.0.0.1:8000", True),
+    ("ann {}", "localhost:8000", True),
+    ("{}", "http://stranger:8000", None),
+    ("ann {}", "https://stranger", None),
+    ("http://gpu:8000 {}", "gpu:8000/video/", True),
+    ("https://gpu {}", "https://gpu:443", True),
+    ("http://gpu:8000 {}", "http://gpu:8001", None),
+    ("http://gpu:8000 {}", "https://gpu:8000", None),
+    ("http://gpu:8000 {}", "http://gpu.stranger:8000", None),
+    ("http://gpu:8000 {}", "http://gpu:8000@stranger", None),
+    ("http://gpu:8000 {}", "http://127.0.0.1:8000", None),
+    ("http://other:1 another-token\nhttp://gpu:8000 {}", "http://gpu:8000", True),
+])  # fmt: skip
+@pytest.mark.parametrize("by_file", [False, True])
+def test_a_token_goes_to_the_server_that_it_names(
+    client, tmp_path, monkeypatch, line, address, sent, by_file
+):
+    """A stranger's workflow names the stranger's server."""
+    text = line.format(TOKEN)
+    (tmp_path / "token").write_text(text)
+    monkeypatch.setenv("LTX2RT_TOKEN", "" if by_file else text)
+    file = str(tmp_path / "token") if by_file else ""
+    if sent:
+        assert client.read_token(file, address) == TOKEN
+    elif not by_file and text.startswith("http://"):
+        assert client.read_token(file, address) == ""  # its server may need none
+    else:
+        with pytest.raises(client.ServerError, match=r"does not name http.* write a line") as error:
+            client.read_token(file, address)
+        assert TOKEN not in str(error.value)
+
+
+@pytest.mark.parametrize("command", [
+    "sh -c 'touch owned'", "python -m ltx2rt", "ltx2rt; touch owned", "/bin/sh", "", "ltx2rt serve",
+])  # fmt: skip
+def test_a_workflow_starts_no_other_program(nodes, monkeypatch, command):
+    with pytest.raises(nodes.ServerError, match=r"command: .*LTX2RT_COMMAND"):
+        nodes.ServerNode.execute("", "", "a-model", command, "")
+    monkeypatch.setenv("LTX2RT_COMMAND", "/no/such/ltx2rt")
+    with pytest.raises(nodes.ServerError, match="is no program"):
+        nodes.ServerNode.execute("", "", "a-model", "/no/such/ltx2rt", "")
+
+
+def test_the_seconds_that_the_user_sees_are_sent(comfy, nodes):
+    """A trimmed VIDEO and one that is made of frames are written first; a file is sent as it is."""
+    whole = clip_of(comfy)
+    path = whole.get_stream_source()
+    name, data = nodes.encoded(whole)
+    with open(path, "rb") as file:
+        assert (name, data) == ("clip.mp4", file.read())
+    trimmed = VideoFromFile(path, start_time=0.25, duration=0.5)
+    frames = VideoFromComponents([np.zeros((64, 64, 3), np.uint8)] * 7)
+    assert [frames_in(nodes.encoded(one)[1]) for one in (whole, trimmed, frames)] == [24, 12, 7]
+
+
+def test_a_widget_is_left_out_only_at_a_default_that_says_automatic(nodes):
+    given = {"prompt": "x", "seed": 0, "advanced": "", "loras": None, "width": 0, "steps": 0}
+    fields, _ = nodes.ReferencesNode.request(given | {"conditioning_attention_strength": 0.0})
+    assert fields["conditioning_attention_strength"] == 0.0
+    assert not {"width", "steps", "enhance_prompt"} & fields.keys()
+    fields, _ = nodes.ContinueNode.request(given | {"extend_frames": 48, "before": False})
+    assert fields["extend_frames"] == 48 and "before" not in fields
+    fields, _ = nodes.TextNode.request(given | {"pipeline": "default", "enhance_prompt": True})
+    assert fields["enhance_prompt"] is True and "pipeline" not in fields
+
+
+def test_pictures_are_placed_and_a_batch_is_refused(nodes):
+    picture, batch = torch.zeros(1, 8, 8, 3), torch.zeros(3, 8, 8, 3)
+    fields, uploads = nodes.TextNode.request({"image": picture, "last_frame": picture, "seed": 1})
+    assert [one["frame"] for one in fields["images"]] == [0, "last"] and len(uploads) == 2
+    for given in ({"image": batch}, {"last_frame": batch}):
+        with pytest.raises(nodes.ServerError, match=r"3 pictures in one batch.*Image From Batch"):
+            nodes.TextNode.request(given)
+    with pytest.raises(nodes.ServerError, match="3 pictures"):
+        nodes.ImageNode.execute(batch, "0", 1.0)
+
+
+def test_frames_are_read_only_where_they_are_connected(comfy, nodes, real_server, monkeypatch):
+    """A minute of 1536x1088 takes 29 GB; a clip that is there is not made again for them."""
+    sent, played = [], clip_of(comfy, "made.mp4")
+    with open(played.get_stream_source(), "rb") as file:
+        data = file.read()
+    monkeypatch.setattr(nodes.Server, "content", lambda *about: data)
+    monkeypatch.setattr(nodes, "follow", lambda *about: sent.append(about[2]) or about[2])
+    task = {"class_type": "LTX2RTText", "inputs": {}}
+    given, states = {"prompt": "1:0", "seed": 3, "width": 64, "height": 64, "seconds": 0.3}, []
+    for output in (0, 1, 2):
+        comfy.running = {"3": task, "4": {"inputs": {"video": ["3", output], "other": 1}}}
+        states.append(nodes.TextNode.fingerprint_inputs(**given))
+        video, frames, sound, seed = nodes.TextNode.execute(real_server, **given).result
+        assert video.get_duration() == 1.0 and seed == 3 and sound is None
+        assert (frames is not None) == (output == 1)
+    assert len(sent) == 1 and states == [[], [1], [2]]
+
+
+def test_a_clip_is_saved_as_made(comfy, nodes):
+    whole = clip_of(comfy)
+    path = whole.get_stream_source()
+    with open(path, "rb") as file:
+        data = file.read()
+    nodes.SaveNode.execute(whole, "video/ltx2rt")
+    saved = comfy.folder / "output/video/ltx2rt_00001_.mp4"
+    assert saved.read_bytes() == data
+    nodes.SaveNode.execute(VideoFromFile(path, duration=0.5), "video/part")
+    assert frames_in((comfy.folder / "output/video/part_00001_.mp4").read_bytes()) == 12
+
+
+def test_lists_are_of_the_servers_that_graphs_have_named(nodes, real_server, server):
+    assert "style" in nodes.names("loras")
+    pipelines = nodes.names("pipelines")
+    assert pipelines[0] == "default" and {"two-stage", "keyframes"} <= {*pipelines}
+    assert not {"retake", "a2v", "ic-lora"} & {*pipelines}
+    assert nodes.LoraNode.validate_inputs("any") and nodes.TextNode.validate_inputs("any")
+
+
+WORKFLOWS = sorted(path.stem for path in (NODES / "workflows").glob("*_api.json"))
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_a_workflow_file_runs(comfy, nodes, real_server, name):
+    """Its task on a real server, at a small size; widgets and sockets are the node's."""
+    graph = json.loads((NODES / f"workflows/{name}.json").read_text())
+    kinds = {
+        node.define_schema().node_id: node for node in vars(nodes).values() if has_schema(node)
+    }
+    (task,) = [one for one in graph.values() if "prompt" in one["inputs"]]
+    node, inputs = kinds[task["class_type"]], {**task["inputs"]}
+    assert not inputs.keys() - {one.id for one in node.define_schema().inputs}
+    stands = {
+        "LoadImage": torch.zeros(1, 64, 64, 3), "LoadImageMask": torch.ones(1, 64, 64),
+        "LoadVideo": clip_of(comfy, frames=25), "LTX2RTServer": real_server,
+        "GetVideoComponents": {"waveform": torch.zeros(1, 2, 48000), "sample_rate": 48000},
+        "LTX2RTLoRA": ({"name": "style", "strength": 1.0},),
+    }  # fmt: skip
+    for key, value in inputs.items():
+        inputs[key] = stands[graph[value[0]]["class_type"]] if isinstance(value, list) else value
+    comfy.running = {"3": task}
+    small = {"width": 64, "height": 64, "seconds": 0.3} if "width" in inputs else {}
+    widgets = inputs | small | {"prompt": "1:0"}
+    assert node.execute(**widgets).result[1:3] == (None, None)
+
+
+def has_schema(node):
+    return isinstance(node, type) and hasattr(node, "define_schema") and node.__name__ != "Task"
+
+
+def test_earlier_workflows_still_load(nodes):
+    """Widgets stay in their order, new ones come last and may be absent; sockets keep their names."""
+    ids = {one.id: one for one in nodes.TextNode.define_schema().inputs}
+    old = ["prompt", "negative_prompt", "image", "images", "pipeline", "fps", "width", "height"]
+    old += ["seconds", "steps", "seed", "advanced", "loras"]
+    assert [name for name in ids if name in old] == old
+    assert all(ids[name].optional for name in ids.keys() - {*old, "server"})
