@@ -196,7 +196,7 @@ class Session:
         marked = run.labels()
         return Clip(
             frames=np.zeros((0, *run.request.size_px, 3), np.uint8) if frames is None else frames,
-            waveform=run.waveform(),
+            waveform=None if (sound := run.waveform()) is None else np.asarray(sound),
             sample_rate=run.sample_rate,
             fps=run.request.clip_fps,
             seed=run.request.seeds[0],

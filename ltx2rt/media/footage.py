@@ -6,7 +6,7 @@ reads a given video takes one of these, so that no reader misses a choice of ano
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
@@ -15,7 +15,8 @@ from pathlib import Path
 import numpy as np
 
 from ltx2rt.media.images import Resize
-from ltx2rt.media.sound import read_sound, resample
+from ltx2rt.media.mp4 import Sound, fitted_blocks
+from ltx2rt.media.sound import resampled, sound_blocks
 from ltx2rt.media.streams import AUTO, Tracks
 from ltx2rt.media.video import VideoInfo, read_frames, video_info
 
@@ -70,29 +71,42 @@ class Footage:
         assert self.info.times_s, "a file without timestamps is refused"
         return float(self.info.times_s[0] + self.taken.start / self.info.fps)
 
-    @cached_property
-    def _sound(self) -> tuple[np.ndarray, int, list[str]]:
-        said: list[str] = []
-        length_s = float(len(self.taken) / self.info.fps)
-        how = {"on_time": True, "say": said.append, "track": self.tracks.audio}
-        return *read_sound(self.path, self.start_s, length_s, **how), said
+    @property
+    def length_s(self) -> float:
+        return float(len(self.taken) / self.info.fps)
 
-    def sound(self, rate: int) -> np.ndarray:
-        """f32[2, N] at `rate` Hz, as long as the frames, or silence. Raises InputError."""
+    def _blocks(self, say: Callable[[str], None]) -> Iterator[tuple[int, np.ndarray]]:
+        track = self.tracks.audio
+        return sound_blocks(self.path, self.start_s, self.length_s, True, say, track)
+
+    @cached_property
+    def _heard(self) -> tuple[int, list[str]]:
+        """The sound's rate, and sentences about it; it is read whole, and not kept."""
+        said: list[str] = []
+        rates = {rate for rate, _ in self._blocks(said.append)}
+        return rates.pop(), said
+
+    def sound(self, rate: int) -> Sound:
+        """f32[2, N] at `rate` Hz, as long as the frames, or silence. Its blocks raise
+        InputError."""
         size = round(len(self.taken) / self.info.fps * rate)
-        if not self.info.has_sound:
-            return np.zeros((2, size), np.float32)
-        waveform, own_rate, _ = self._sound
-        stereo = np.broadcast_to(waveform, (2, waveform.shape[1]))
-        found = stereo if own_rate == rate else resample(stereo[None], own_rate, rate)[0]
-        return np.pad(found, ((0, 0), (0, max(size - found.shape[1], 0))))[:, :size]
+
+        def blocks() -> Iterator[np.ndarray]:
+            read = (block for _, block in self._blocks(lambda sentence: None))
+            heard = read if self.info.has_sound else iter(())
+            if self.info.has_sound and self.rate != rate:
+                stereo = (np.broadcast_to(block, (2, block.shape[1])) for block in heard)
+                heard = resampled(stereo, self.rate, rate)
+            return fitted_blocks(heard, size)
+
+        return Sound(size, blocks)
 
     @property
     def rate(self) -> int:
         """Samples of its sound a second, in Hz."""
-        return self._sound[1]
+        return self._heard[0]
 
     @property
     def missing(self) -> list[str]:
         """Sentences about parts of its sound that are not there. Raises InputError."""
-        return self._sound[2] if self.info.has_sound else []
+        return self._heard[1] if self.info.has_sound else []

@@ -13,7 +13,7 @@ import math
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +35,7 @@ AAC_RATES = (
 )  # fmt: skip # ISO 14496-3
 OPUS_RATES = (8000, 12000, 16000, 24000, 48000)  # RFC 6716
 AAC_BITS_PER_S = 192_000  # FFmpeg's encoder is audibly lossy at its default of 128_000
+SILENT_BLOCK = 2**18  # samples
 MAX_PENDING_CHUNKS = 2  # decoded chunks held while the encoder is busy
 ENCODER_THREADS = 8
 RGB_THREADS, RGB_ROWS = 8, 32  # frames at once; rows of one at once, which stay in a core's cache
@@ -130,6 +131,46 @@ EXACT_CODES = replace(EXACT, pixels="rgb48be")  # as `to_codes` gives them, in h
 
 
 @dataclass(frozen=True)
+class Sound:
+    """f32[2, size] in blocks f32[2, n], which are made each time that they are taken: a given
+    clip's sound may last for hours. An array where one is asked for."""
+
+    size: int
+    blocks: Callable[[], Iterator[np.ndarray]]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return 2, self.size
+
+    def part(self, start: int, stop: int) -> np.ndarray:
+        """f32[2, n] of the samples from `start` to `stop` that are there."""
+        at, found = 0, [np.zeros((2, 0), np.float32)]
+        for block in self.blocks():
+            found.append(block[:, max(start - at, 0) : max(stop - at, 0)])
+            at += block.shape[1]
+            if at >= stop:
+                break
+        return np.concatenate(found, 1)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return self.part(0, self.size).astype(dtype or np.float32)
+
+
+def fitted_blocks(blocks: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
+    """The first `size` samples of blocks f32[1 or 2, n] as stereo, then silence."""
+    left = size
+    for block in blocks:
+        if left and block.shape[1]:
+            stereo = np.broadcast_to(block[:, :left], (2, min(left, block.shape[1])))
+            left -= stereo.shape[1]
+            yield stereo
+        if not left:
+            return
+    for start in range(0, left, SILENT_BLOCK):
+        yield np.zeros((2, min(SILENT_BLOCK, left - start)), np.float32)
+
+
+@dataclass(frozen=True)
 class Durations:
     """Seconds of each stream of a file; None where there is none."""
 
@@ -143,7 +184,7 @@ def write_mp4(
     *,
     num_frames: int,
     fps: Fraction,
-    waveform: np.ndarray | None = None,
+    waveform: np.ndarray | Sound | None = None,
     sample_rate: int = 0,
     comment: dict[str, Any] | None = None,
     origin: Origin | None = None,
@@ -163,9 +204,8 @@ def write_mp4(
     """
     import av
 
-    if waveform is not None:
-        waveform = fit_audio(waveform, num_frames, fps, sample_rate)
-    kind, rate = container.of(num_frames), None if waveform is None else sample_rate
+    sound = None if waveform is None else fit_audio(waveform, num_frames, fps, sample_rate)
+    kind, rate = container.of(num_frames), None if sound is None else sample_rate
     how = kind.options(fps, sample_rate)
     with replacing(path) as partial:
         with av.open(str(partial), "w", format=kind.format, options=how) as file:
@@ -173,8 +213,8 @@ def write_mp4(
             # both streams exist before the first packet: the header is written then
             video, audio = _streams(file, kind, fps, rate, pixel_aspect, colours)
             _encode_video(file, video, chunks, num_frames)
-            if audio is not None and waveform is not None:
-                _encode_audio(file, audio, waveform, sample_rate)
+            if audio is not None and sound is not None:
+                _encode_audio(file, audio, sound, sample_rate)
         if origin:
             origin.mark(partial, f".{kind.format}")
         return _verify(partial, num_frames, fps, rate)
@@ -327,15 +367,23 @@ def whole_fragments(data: Any, start: int, size: int) -> int:
     return found
 
 
-def fit_audio(waveform: np.ndarray, num_frames: int, fps: Fraction, sample_rate: int) -> np.ndarray:
+def fit_audio(
+    waveform: np.ndarray | Sound, num_frames: int, fps: Fraction, sample_rate: int
+) -> Sound:
     """Pad with silence or trim f32[2, N] to num_frames / fps seconds, clamped to +-1."""
-    if waveform.ndim != 2 or waveform.shape[0] != 2 or waveform.shape[1] == 0:
+    if len(waveform.shape) != 2 or waveform.shape[0] != 2 or waveform.shape[1] == 0:
         raise ValueError(f"waveform: shape {list(waveform.shape)}, expected [2, N]")
-    if not np.isfinite(waveform).all():
-        raise ValueError("waveform: holds NaN or infinite samples; the audio decoder went wrong")
     size = round(num_frames / fps * sample_rate)
-    kept = waveform[:, :size].clip(-1, 1).astype(np.float32)
-    return np.pad(kept, ((0, 0), (0, size - kept.shape[1])))
+
+    def blocks() -> Iterator[np.ndarray]:
+        given = waveform.blocks() if isinstance(waveform, Sound) else [waveform]
+        for block in fitted_blocks(given, size):
+            if not np.isfinite(block).all():
+                wrong = "holds NaN or infinite samples; the audio decoder went wrong"
+                raise ValueError(f"waveform: {wrong}")
+            yield block.clip(-1, 1).astype(np.float32)
+
+    return Sound(size, blocks)
 
 
 def to_rgb8(chunk: np.ndarray) -> np.ndarray:
@@ -432,10 +480,15 @@ def _audio_frame(samples: np.ndarray, first: int, sample_rate: int) -> Any:
     return frame
 
 
-def _encode_audio(container: Any, stream: Any, waveform: np.ndarray, sample_rate: int) -> None:
-    for start in range(0, waveform.shape[1], AAC_FRAME):
-        samples = waveform[:, start : start + AAC_FRAME]
-        container.mux(stream.encode(_audio_frame(samples, start, sample_rate)))
+def _encode_audio(container: Any, stream: Any, sound: Sound, sample_rate: int) -> None:
+    held, at, left = np.zeros((2, 0), np.float32), 0, sound.size
+    for block in sound.blocks():
+        held, left = np.concatenate([held, block], 1), left - block.shape[1]
+        used = held.shape[1] // AAC_FRAME * AAC_FRAME if left else held.shape[1]
+        for start in range(0, used, AAC_FRAME):
+            samples = held[:, start : min(start + AAC_FRAME, used)]
+            container.mux(stream.encode(_audio_frame(samples, at + start, sample_rate)))
+        held, at = held[:, used:], at + used
     container.mux(stream.encode())
 
 

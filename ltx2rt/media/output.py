@@ -47,12 +47,13 @@ from ltx2rt.media.mp4 import (
     WEBM,
     Colours,
     Container,
+    Sound,
     fit_audio,
     to_rgb8,
     write_mp4,
 )
 from ltx2rt.media.provenance import SIGNED_TYPES, XMP_TEXT, Origin
-from ltx2rt.media.sound import resample, wav_bytes, write_wav
+from ltx2rt.media.sound import at_rate, wav_bytes, write_wav
 from ltx2rt.notes import note
 
 CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
@@ -229,7 +230,7 @@ def write_clip(
     *,
     num_frames: int,
     fps: Fraction,
-    waveform: np.ndarray | None = None,
+    waveform: np.ndarray | Sound | None = None,
     sample_rate: int = 0,
     comment: dict[str, Any] | None = None,
     origin: Origin | None = None,
@@ -245,11 +246,12 @@ def write_clip(
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
     """
-    suffix, fitted = path.suffix.lower(), waveform
+    suffix, fitted = path.suffix.lower(), None
     clip: dict[str, Any] = {"num_frames": num_frames, "fps": fps, "comment": comment}
     clip |= {"origin": origin, "pixel_aspect": pixel_aspect}
-    if waveform is not None and num_frames:
-        fitted = fit_audio(waveform, num_frames, fps, sample_rate)
+    if waveform is not None:  # without a picture it lasts as long as it is
+        length = (num_frames, fps) if num_frames else (waveform.shape[1], Fraction(sample_rate))
+        fitted = fit_audio(waveform, *length, sample_rate)
     if is_numbered(path):
         files = _write_frames(path, chunks, num_frames, fitted, sample_rate, comment, origin, hdr)
         return {file: state_of(file) for file in files}
@@ -258,7 +260,7 @@ def write_clip(
         if waveform is not None and sample_rate not in container.audio_rates:
             lacking = f"{container.audio} has no {sample_rate} Hz"
             note(f"{path}: {lacking}; the sound is resampled to {USUAL_RATE} Hz")
-            waveform, sample_rate = resample(waveform, sample_rate, USUAL_RATE), USUAL_RATE
+            waveform, sample_rate = at_rate(waveform, sample_rate, USUAL_RATE), USUAL_RATE
         clip |= {"waveform": waveform, "sample_rate": sample_rate, "colours": colours}
         write_mp4(path, shown, **clip, container=container)
     elif suffix in SOUNDS:
@@ -293,7 +295,11 @@ def signals(chunks: Iterable[np.ndarray], how: HighRange) -> Iterator[Iterator[n
 
 
 def zipped(
-    chunks: Iterable[np.ndarray], path: Path, how: HighRange, waveform: np.ndarray | None, rate: int
+    chunks: Iterable[np.ndarray],
+    path: Path,
+    how: HighRange,
+    waveform: np.ndarray | Sound | None,
+    rate: int,
 ) -> Iterator[np.ndarray]:
     """Pass the chunks on; write their frames as EXR, the sound as WAV, into one ZIP file."""
 
@@ -352,7 +358,7 @@ def sound_beside(path: Path) -> Path:
 
 
 def _write_frames(
-    path: Path, chunks: Iterable[np.ndarray], num_frames: int, waveform: np.ndarray | None,
+    path: Path, chunks: Iterable[np.ndarray], num_frames: int, waveform: Sound | None,
     sample_rate: int, comment: dict[str, Any] | None, origin: Origin | None, hdr: HighRange | None,
 ) -> list[Path]:  # fmt: skip
     """Write all files in a temporary folder next to them. They get their names when complete."""

@@ -10,7 +10,7 @@ import json
 import math
 import struct
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import zip_longest
@@ -21,7 +21,7 @@ import numpy as np
 
 from ltx2rt.atomic_file import replacing
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import fit_audio
+from ltx2rt.media.mp4 import Sound, fit_audio
 from ltx2rt.media.provenance import Origin
 from ltx2rt.media.streams import chosen_audio, opened, sound_in, tagged_s
 from ltx2rt.notes import note
@@ -42,7 +42,8 @@ SYNC_S = 0.02
 # FFmpeg's readers of headers that count samples
 COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")
 UNKNOWN_BYTES = 2**31 - 2**20  # and more: in WAV of a recorder that did not know the size
-BLOCK = 2**18  # samples of silence at once
+BLOCK = 2**18  # samples at once
+MAX_RIFF_BYTES = 2**32 - 2**10  # sizes have 32 bits
 LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
 # Parameters of the low-pass: torchaudio's defaults, which the reference takes.
 ZERO_CROSSINGS, ROLLOFF = 6, 0.99
@@ -383,17 +384,46 @@ def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:
     return np.asarray(out, np.float32)
 
 
+def resampled(
+    blocks: Iterable[np.ndarray], rate: int, new_rate: int, size: int = BLOCK
+) -> Iterator[np.ndarray]:
+    """Resample f32[2, n] after f32[2, n], `size` at once or more, to the numbers of `resample`."""
+    divisor = math.gcd(rate, new_rate)
+    old, new = rate // divisor, new_rate // divisor
+    # a whole number of periods, within which a sample has all its neighbours
+    margin = -(-(ZERO_CROSSINGS * old / (ROLLOFF * min(old, new)) + 2) // old)
+    lead, held = int(margin) * old, [np.zeros((2, int(margin) * old), np.float32)]
+    for block in blocks:
+        held.append(block)
+        if (there := sum(part.shape[1] for part in held)) < size + 2 * lead:
+            continue
+        whole, ready = np.concatenate(held, 1), (there - 2 * lead) // old * old
+        made = resample(whole[:, : ready + 2 * lead], rate, new_rate)
+        yield made[:, lead // old * new : (lead + ready) // old * new]
+        held = [whole[:, ready:]]
+    yield resample(np.concatenate(held, 1), rate, new_rate)[:, lead // old * new :]
+
+
+def at_rate(waveform: np.ndarray | Sound, rate: int, new_rate: int) -> np.ndarray | Sound:
+    """As `resample`."""
+    if not isinstance(waveform, Sound):
+        return resample(waveform, rate, new_rate)
+    size = -(-waveform.size * new_rate // rate)
+    return Sound(size, lambda: resampled(waveform.blocks(), rate, new_rate))
+
+
 def write_wav(
     path: Path,
-    waveform: np.ndarray,
+    waveform: np.ndarray | Sound,
     sample_rate: int,
     comment: dict[str, Any] | None = None,
     origin: Origin | None = None,
 ) -> None:
     """Write the file of `wav_bytes`, whole or not at all, marked with its origin."""
-    data = wav_bytes(waveform, sample_rate, comment, origin.xmp() if origin else None)
+    data = _wav(waveform, sample_rate, comment, origin.xmp() if origin else None)
     with replacing(path) as partial:
-        partial.write_bytes(data)
+        with partial.open("wb") as file:
+            file.writelines(data)
         if origin:
             origin.mark(partial, path.suffix.lower())
 
@@ -408,24 +438,34 @@ def write_float_wav(path: Path, waveform: np.ndarray, sample_rate: int) -> None:
 
 
 def wav_bytes(
-    waveform: np.ndarray,
+    waveform: np.ndarray | Sound,
     sample_rate: int,
     comment: dict[str, Any] | None = None,
     xmp: str | None = None,
 ) -> bytes:
     """f32[2, N] in [-1, 1], clamped, as a file of 16-bit PCM. comment: stored as JSON, in the tag
     ICMT. xmp: stored in the chunk _PMX. Raises ValueError for misshapen or non-finite data."""
-    waveform = fit_audio(waveform, waveform.shape[-1], Fraction(sample_rate), sample_rate)
-    samples = np.rint(waveform.T * np.float32(2**15 - 1)).astype("<i2").tobytes()
+    return b"".join(_wav(waveform, sample_rate, comment, xmp))
+
+
+def _wav(
+    waveform: np.ndarray | Sound, rate: int, comment: dict[str, Any] | None, xmp: str | None
+) -> Iterator[bytes]:
+    """The file of `wav_bytes` part by part."""
+    sound = fit_audio(waveform, waveform.shape[-1], Fraction(rate), rate)
     # PCM, channels, ...
-    body = _chunk(b"fmt ", struct.pack("<HHIIHH", 1, 2, sample_rate, 4 * sample_rate, 4, 16))
+    head = _chunk(b"fmt ", struct.pack("<HHIIHH", 1, 2, rate, 4 * rate, 4, 16))
     if comment is not None:
         text = json.dumps(comment, ensure_ascii=False).encode() + b"\0"
-        body += _chunk(b"LIST", b"INFO" + _chunk(b"ICMT", text))
-    body += _chunk(b"data", samples)
-    if xmp is not None:
-        body += _chunk(b"_PMX", xmp.encode())
-    return _chunk(b"RIFF", b"WAVE" + body)
+        head += _chunk(b"LIST", b"INFO" + _chunk(b"ICMT", text))
+    end = _chunk(b"_PMX", xmp.encode()) if xmp is not None else b""
+    if (size := 4 * sound.size) + len(head) + len(end) > MAX_RIFF_BYTES:
+        raise InputError(f"sound: {size} bytes are too many for a WAV; write *.flac")
+    yield b"RIFF" + struct.pack("<I", 4 + len(head) + 8 + size + len(end)) + b"WAVE" + head
+    yield b"data" + struct.pack("<I", size)
+    for block in sound.blocks():
+        yield np.rint(block.T * np.float32(2**15 - 1)).astype("<i2").tobytes()
+    yield end
 
 
 def _chunk(name: bytes, body: bytes) -> bytes:

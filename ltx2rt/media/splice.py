@@ -14,7 +14,7 @@ from itertools import islice
 
 import numpy as np
 
-from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.media.mp4 import Sound, fitted_blocks, to_rgb8
 
 FADE_S = 0.005  # from the source's sound to the new one, within the part: a jump would click
 SEAM_S = 0.02  # from one sound to the next at a seam, where both are of the same moment
@@ -49,21 +49,31 @@ def splice_frames(
 
 
 def splice_sound(
-    made: np.ndarray, source: np.ndarray, start_s: float, end_s: float, sample_rate: int
-) -> np.ndarray:
+    made: np.ndarray, source: Sound, start_s: float, end_s: float, sample_rate: int, first: int = 0
+) -> Sound:
     """The samples of [start_s, end_s) from `made` f32[2, N], short fades at its ends, all others
-    from the source f32[2, M], silent after its end. Returns f32[2, N]."""
-    size = made.shape[1]
-    kept = np.pad(source[:, :size], ((0, 0), (0, max(size - source.shape[1], 0))))
-    start, end = (min(max(round(s * sample_rate), 0), size) for s in (start_s, end_s))
+    from the source. first: the source's sample with which `made` begins."""
+    start, end = (min(max(round(s * sample_rate), 0), source.size) for s in (start_s, end_s))
     fade = round(FADE_S * sample_rate)
-    at = np.arange(start, end, dtype=np.float32)
-    rise = 1.0 if start == 0 else (at - start + 1) / (fade + 1)
-    fall = 1.0 if end == size else (end - at) / (fade + 1)
-    weight = np.clip(np.minimum(rise, fall), 0, 1).astype(np.float32)
-    out = kept.astype(np.float32)
-    out[:, start:end] += weight * (made[:, start:end] - out[:, start:end])
-    return out
+
+    def blocks() -> Iterator[np.ndarray]:
+        position = 0
+        for block in source.blocks():
+            since, until = max(start, position), min(end, position + block.shape[1])
+            if since < until:
+                at = np.arange(since, until, dtype=np.float32)
+                rise = 1.0 if start == 0 else (at - start + 1) / (fade + 1)
+                fall = 1.0 if end == source.size else (end - at) / (fade + 1)
+                weight = np.clip(np.minimum(rise, fall), 0, 1).astype(np.float32)
+                new = made[:, max(since - first, 0) : max(until - first, 0)]
+                new = np.pad(new, ((0, 0), (0, until - since - new.shape[1])))
+                part = slice(since - position, until - position)
+                block = block.astype(np.float32)
+                block[:, part] += weight * (new - block[:, part])
+            position += block.shape[1]
+            yield block
+
+    return Sound(source.size, blocks)
 
 
 @dataclass(frozen=True)
@@ -145,6 +155,26 @@ def _lerp(a: np.ndarray, b: np.ndarray, weight: float) -> np.ndarray:
     """Whole numbers, rounded to nearest."""
     x = a.astype(np.float32)
     return (x + np.float32(weight) * (b - x) + np.float32(0.5)).astype(a.dtype)
+
+
+def join_sounds(
+    made: np.ndarray, before: Sound, after: Sound, start: int, stop: int, sample_rate: int
+) -> Sound:
+    """As `join_sound`, of clips whose sound is taken in blocks."""
+    near = round(COMPARED_S * sample_rate)
+    left, right = max(before.size - near, 0), min(near, after.size)
+    ends = before.part(left, before.size), after.part(0, right)
+    middle = join_sound(made, *ends, start, stop, sample_rate)
+
+    def blocks() -> Iterator[np.ndarray]:
+        yield from fitted_blocks(before.blocks(), left)
+        yield middle
+        skip = right
+        for block in after.blocks():
+            yield block[:, skip:]
+            skip = max(skip - block.shape[1], 0)
+
+    return Sound(left + middle.shape[1] + after.size - right, blocks)
 
 
 def join_sound(

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from ltx2rt.errors import InputError
-from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.media.mp4 import Sound, to_rgb8
 from ltx2rt.media.output import FileState, write_clips
 from ltx2rt.notes import note
 from ltx2rt.pipelines.request import Request
@@ -100,7 +100,7 @@ class Run:
         chunks = [to_rgb8(chunk) for frames in self.state.frames for chunk in frames]
         return np.concatenate(chunks) if chunks else None
 
-    def waveform(self, number: int = 0) -> np.ndarray | None:
+    def waveform(self, number: int = 0) -> np.ndarray | Sound | None:
         """f32[2, N] of a video."""
         return None if self.state.waveforms is None else self.state.waveforms[number]
 

@@ -73,7 +73,7 @@ class Cut(FramesStage):
         super().run(session, state, watch)
         if self.fps and state.waveforms is not None and state.sample_rate is not None:
             size = round(self.num_frames / self.fps * state.sample_rate)
-            state.hear(state.waveforms[..., :size], state.sample_rate)
+            state.hear(np.asarray(state.waveforms)[..., :size], state.sample_rate)
 
     def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         left = self.num_frames

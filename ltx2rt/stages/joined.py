@@ -8,7 +8,7 @@ at most rates.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
 from itertools import islice
@@ -19,12 +19,12 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import to_codes
-from ltx2rt.media.mp4 import to_rgb8
+from ltx2rt.media.mp4 import Sound, to_rgb8
 from ltx2rt.media.sound import resample
 from ltx2rt.media.splice import (
     Seam,
     join_frames,
-    join_sound,
+    join_sounds,
     splice_frames,
     splice_sound,
     stacked,
@@ -73,8 +73,9 @@ class WholeClip:
         if not self.info.has_sound:
             return whole_s
         rate = self.footage.rate
-        wave = self.footage.sound(rate).astype(np.float64)
         block, most = round(BLOCK_S * rate), round(QUIET_S * rate)
+        sound = self.footage.sound(rate)
+        wave = sound.part(max(sound.size - 3 * most - 1, 0), sound.size).astype(np.float64)
         level = (wave[:, -3 * most : -most] ** 2).mean() if wave.shape[1] > 3 * most else 0.0
         end = wave.shape[1]
         while (
@@ -122,10 +123,11 @@ class OverlapSound(Stage):
         with watch.stage(self.name):
             waveform = np.zeros((2, end), np.float32)
             if self.before:
-                heard = self.before.footage.sound(rate)[:, : round(self.before.heard_s * rate)]
-                waveform[:, max(start - heard.shape[1], 0) : start] = heard[:, -start:]
+                until = round(self.before.heard_s * rate)
+                heard = self.before.footage.sound(rate).part(max(until - start, 0), until)
+                waveform[:, max(start - heard.shape[1], 0) : start] = heard
             if self.after:  # a clip of these frames alone may have a sample less
-                heard = self.after.footage.sound(rate)[:, : end - stop]
+                heard = self.after.footage.sound(rate).part(0, end - stop)
                 waveform[:, stop : stop + heard.shape[1]] = heard
             latent = encode_sound(session, call, waveform[None], rate)
         finite(self.name, latent=latent)
@@ -167,16 +169,15 @@ class Join(JoinFrames):
             given = [clip for clip in (self.before, self.after) if clip and clip.info.has_sound]
             rate = given[0].footage.rate if given else state.sample_rate
             start, stop, end = self.seam.cuts(self.fps, rate)
-            made = resample(state.waveforms, state.sample_rate, rate)
+            made = resample(np.asarray(state.waveforms), state.sample_rate, rate)
             made = np.pad(made, ((0, 0), (0, 0), (0, max(end - made.shape[2], 0))))[..., :end]
-            none = np.zeros((2, 0), np.float32)
-            sides = [
+            none = Sound(0, lambda: iter(()))
+            left, right = (
                 clip.footage.sound(rate) if clip else none for clip in (self.before, self.after)
-            ]
+            )
             if self.before:
-                sides[0] = sides[0][:, : round(self.before.heard_s * rate)]
-            joined = [join_sound(one, sides[0], sides[1], start, stop, rate) for one in made]
-            state.hear(np.stack(joined), rate)
+                left = replace(left, size=min(left.size, round(self.before.heard_s * rate)))
+            state.hear([join_sounds(one, left, right, start, stop, rate) for one in made], rate)
 
 
 @dataclass(frozen=True)
@@ -201,16 +202,10 @@ class Splice(FramesStage):
             return
         with watch.stage(self.name):
             rate = self.clip.footage.rate
-            source, made = (
-                self.clip.footage.sound(rate),
-                resample(state.waveforms, state.sample_rate, rate),
-            )
+            made = resample(np.asarray(state.waveforms), state.sample_rate, rate)
             first = round(self.video.start / self.clip.info.fps * rate)
-            made = made[..., : max(source.shape[1] - first, 0)]
-            after = source.shape[1] - first - made.shape[2]
-            made = np.pad(made, ((0, 0), (0, 0), (first, after)))
-            spliced = [splice_sound(one, source, *self.seconds, rate) for one in made]
-            state.hear(np.stack(spliced), rate)
+            how = self.clip.footage.sound(rate), *self.seconds, rate, first
+            state.hear([splice_sound(one, *how) for one in made], rate)
 
     def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         start = self.video.start

@@ -6,7 +6,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.media.mp4 import Sound
 from ltx2rt.media.provenance import Origin
 from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
@@ -50,7 +51,7 @@ class State:
     sound: np.ndarray | None = None
     given: dict[str, list[Any]] = field(default_factory=dict)
     mel: np.ndarray | None = None
-    waveforms: np.ndarray | None = None
+    waveforms: np.ndarray | Sequence[Sound] | None = None
     sample_rate: int | None = None
     frames: Iterator[Iterator[np.ndarray]] = field(default_factory=lambda: iter(()))
     record: dict[str, np.ndarray] = field(default_factory=dict)
@@ -70,10 +71,11 @@ class State:
         """[videos, ...]; the record of one video has no axis of videos."""
         self.put(name, values if len(values) > 1 else values[0])
 
-    def hear(self, waveforms: np.ndarray, rate: int) -> None:
+    def hear(self, waveforms: np.ndarray | Sequence[Sound], rate: int) -> None:
         """Take the clip's sound."""
         self.waveforms, self.sample_rate = waveforms, rate
-        self.put_of_videos("waveform", waveforms)
+        if self.keep:
+            self.put_of_videos("waveform", np.stack([*map(np.asarray, waveforms)]))
 
 
 class Stage(Protocol):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.media.sound import LEVELS, read_sound, resample, write_wav
+from ltx2rt.media.sound import LEVELS, read_sound, resample, resampled, write_wav
 from tests.conftest import refused
 
 RATE = 12000
@@ -281,6 +281,17 @@ def test_a_whole_file_has_nothing_missing(tmp_path, codec, kind, names):
     for name in names:
         found, _ = read_sound(stored(tmp_path / name, codec, samples, rate), say=pytest.fail)
         assert 0 <= found.shape[1] / rate - 2 < 0.1, name
+
+
+@pytest.mark.parametrize(
+    "rate, new", [(44100, 48000), (48000, 16000), (8000, 48000), (22050, 24000), (48000, 44100)]
+)
+def test_resampling_in_blocks_gives_the_same_numbers(rate, new):
+    wave = signal(rate, 9001)
+    for size, step in ((1, 100), (500, 1024), (10**6, 999)):
+        blocks = (wave[:, at : at + step] for at in range(0, wave.shape[1], step))
+        found = np.concatenate([*resampled(blocks, rate, new, size)], 1)
+        np.testing.assert_array_equal(found, resample(wave, rate, new))
 
 
 @pytest.mark.parametrize("rate", TORCHAUDIO)

@@ -381,7 +381,7 @@ def test_a_folder_of_pictures_is_a_clip_with_its_sound(tmp_path):
     clip = Footage.read(tmp_path, FLAG)
     assert (clip.size, clip.info.fps, clip.info.has_sound) == ((46, 32), 24, True)
     assert [int(x[0, 0, 0]) for x in clip.frames()] == [20 * i for i in range(11)]
-    heard = clip.sound(8000)
+    heard = np.asarray(clip.sound(8000))
     assert heard.shape == (2, round(11 / 24 * 8000)) and abs(heard.mean() - 0.5) < 1e-3
     Image.new("RGB", (8, 8)).save(tmp_path / "shot11.png")
     with refused("images of several sizes"):
@@ -399,7 +399,7 @@ def test_a_pattern_of_numbered_frames_is_their_folder(tmp_path):
     for pattern in ("fox-%05d.png", "fox-%d.png", "fox-#####.png"):
         assert frames_path(tmp_path / pattern) == tmp_path
     assert Footage.read(tmp_path, FLAG).info.has_sound
-    assert abs(Footage.read(tmp_path, FLAG).sound(8000).mean() - 0.5) < 1e-3
+    assert abs(np.asarray(Footage.read(tmp_path, FLAG).sound(8000)).mean() - 0.5) < 1e-3
     Image.new("RGB", (48, 32)).save(tmp_path / "cover.jpg")
     with refused("cover.jpg is no such frame; move it to another folder"):
         frames_path(str(tmp_path / "fox-%05d.png"))
