@@ -56,15 +56,15 @@ class Task:
 
 TASKS = (
     Task("A clip from words", "words", "", f"{SMALL} --steps 20",
-         {"--seconds": "length, 5 by default", "--width": "and `--height`: any even size from 64 on",
+         {"--seconds": "length; without it the prompt chooses", "--size": "1536x1024 by default, or 9:16",
           "--seed": "the same seed makes the same clip"}),
     Task("A photo that moves", "photo", "--image fox.png", f"{SMALL} --steps 20 --image photo.png",
          {"--image": "FILE, or FILE:FRAME:STRENGTH", "--image-crf": "0 keeps the photo sharp",
-          "--negative-prompt": "what to avoid"}, "photo.png"),
-    Task("What lies between two pictures", "between", "--pipeline keyframes --image dawn.png:0 dusk.png:120",
+          "--nag": "11 obeys --negative-prompt"}, "photo.png"),
+    Task("What lies between two pictures", "between", "--image dawn.png dusk.png:last",
          f"--pipeline keyframes {SMALL} --steps 20 --image photo.png:0 last.png:24",
          {"--image": "FILE:FRAME each, more than two as well", "--num-frames": "rounded to 8k+1",
-          "--steps": "of the guided stage"}, "photo.png last.png", "the sun crosses a snowy valley"),
+          "--seconds": "length in place of it"}, "photo.png last.png", "the sun crosses a snowy valley"),
     Task("Pictures for a song", "song", "--audio-path song.mp3",
          f"{SMALL} --steps 20 --audio-path sound.wav",
          {"--audio-path": "the clip is as long as it", "--audio-start-time": "second to begin at",
@@ -86,7 +86,7 @@ TASKS = (
     Task("A clip in another style", "style", "--video-path clip.mp4 --noise-level 0.725",
          "--video-path clip.mp4 --noise-level 0.9",
          {"--noise-level": "more changes more, 0 to 1", "--lora": "a style of your own",
-          "--guided": "slower, follows the prompt closer"}, "clip.mp4", "a red fox, an oil painting",
+          "--guided": "slower, follows the prompt closer; dev weights"}, "clip.mp4", "a red fox, an oil painting",
          "a yellow circle slides to the right, brown background"),
     Task("A minute", "minute", "--seconds 60", "--width 128 --height 128 --num-frames 49 "
          "--segment-frames 25 --overlap 9 --steps 20 --image-crf 0",
@@ -95,7 +95,7 @@ TASKS = (
     Task("A fast draft", "draft", "--preset draft", "--preset draft --width 128 --height 128 --num-frames 25",
          {"--preset": "`draft`, `standard` or `best`", "--seed": "the same in the clip that follows it",
           "--like": "a clip; takes its settings, also its seed"},
-         planned="--pipeline distilled --width 384 --height 256"),
+         planned="--size 768x512 --video-decoder conv"),
 )  # fmt: skip
 
 
@@ -116,13 +116,16 @@ def run(*words: str) -> str:
 
 
 def seconds(task: Task) -> float:
-    """A whole request of LTX-2.3 on the card, without the first load, by the plan. The current
-    folder has the inputs of `inputs`."""
+    """A whole request of LTX-2.5, distilled, on the card, without the first load, by the plan. The
+    current folder has the inputs of `inputs`."""
     words = shlex.split(task.words if task.planned is None else task.planned)
     words = ["photo.png" if w.endswith("fox.png") else w for w in words]
     words = [w.replace("dawn.png", "photo.png").replace("dusk.png", "last.png") for w in words]
     words = ["sound.wav" if w == "song.mp3" else w for w in words]
-    planned = run("plan", "--preset", "ltx-2.3", "--device-kind", CARD, "--json", *words)
+    if not {"--video-path", "--audio-path", "--seconds"} & {*words}:
+        words += ["--num-frames", str(CLIP_FRAMES)]
+    model = ["--preset", "ltx-2.5", "--assume", "distilled"]
+    planned = run("plan", *model, "--device-kind", CARD, "--json", *words)
     return json.loads(planned)["time_s"]
 
 
@@ -182,7 +185,7 @@ def page(times: dict[str, float]) -> str:
         text += f"```sh gpu\n{command(task)}\n```\n\n"
         text += "".join(f"- `{flag}`: {does}\n" for flag, does in task.flags.items())
         parts.append(f"{text}- {times[task.name]:.0f} s on an RTX 4090\n")
-    return "\n".join(parts)
+    return "\n".join([*parts, FOOT])
 
 
 HEAD = """\
@@ -190,9 +193,29 @@ HEAD = """\
 
 Each with a command that does it and the three flags that matter. In a strip the first row is what
 is given, the last one what is made; the [tiny trained model](../examples/tiny-trained/README.md)
-drew them, which knows coloured shapes and nothing else. Seconds are those of LTX-2.3 in bfloat16 at
-768x512, 121 frames, by `ltx2rt plan`, scaled from what an H200 took, without the first load.
-`python -m benchmarks.tasks` makes this page. All pipelines: [pipelines.md](pipelines.md).
+drew them, which knows coloured shapes and nothing else. Seconds are those of LTX-2.5, distilled, in
+bfloat16 at the default 1536x1024, 121 frames, by `ltx2rt plan`, scaled from what an H200 took, without
+the first load; given clips have that size. `python -m benchmarks.tasks` makes this page. All pipelines:
+[pipelines.md](pipelines.md).
+"""
+FOOT = """\
+## With an IC-LoRA
+
+No strip shows these, since the tiny model has no such LoRA. Each takes the released IC-LoRA that lies
+near the model, or the one that `--lora` names.
+
+```sh gpu
+ltx2rt generate --model MODEL_DIR --upscale clip.mp4 --lora upscaler.safetensors \\
+    --prompt "a red fox in the snow" --output large.mp4
+ltx2rt generate --model MODEL_DIR --reference fox.png --lora ingredients.safetensors \\
+    --prompt "the fox runs through the snow" --output sheet.mp4
+ltx2rt generate --model MODEL_DIR --video-path clip.mp4 --hdr ACESCG --lora hdr.safetensors \\
+    --prompt "a red fox in the snow" --output hdr.mp4
+```
+
+- `--upscale`: a clip or a picture, at twice its size
+- `--reference`: a sheet of characters, things and places, or a control video
+- `--hdr`: the space of EXR frames; `*.mp4` is HLG
 """
 
 
@@ -202,7 +225,7 @@ def main(names: list[str]) -> None:
     with TemporaryDirectory() as folder:
         os.chdir(folder)
         try:
-            inputs(768, 512, CLIP_FRAMES)
+            inputs(1536, 1024, CLIP_FRAMES)
             times = {task.name: seconds(task) for task in TASKS}
             inputs(128, 128, 25)
             for task in TASKS:

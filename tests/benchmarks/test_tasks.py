@@ -30,6 +30,6 @@ def test_the_picture_of_the_page_is_of_today():
 @pytest.mark.slow
 def test_seconds_are_those_of_the_plan(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    tasks.inputs(768, 512, tasks.CLIP_FRAMES)
+    tasks.inputs(1536, 1024, tasks.CLIP_FRAMES)
     times = {task.name: tasks.seconds(task) for task in tasks.TASKS}
     assert tasks.PAGE.read_text() == tasks.page(times)
