@@ -138,11 +138,18 @@ def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> 
     said = "loading the weights of {}"
     session.weights.loading = lambda network: watch.apart("load", said.format(network))
     session.building = watch.building
-    with session.compiling_ahead(plan.stages):
-        for stage in plan.stages:
-            watch.check()
-            stage.run(session, state, watch)
-            session.leave(stage)
+    try:
+        with session.compiling_ahead(plan.stages):
+            for stage in plan.stages:
+                stage.begin(session.config, state)
+            for stage in plan.stages:
+                watch.check()
+                stage.run(session, state, watch)
+                session.leave(stage)
+    except BaseException:
+        for drawing in state.begun.values():
+            drawing.cancel()
+        raise
 
 
 def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:

@@ -12,6 +12,8 @@ import math
 
 import numpy as np
 
+CHUNK = 2**16  # pairs of numbers at once, whose temporaries stay in a processor's cache
+
 
 def standard_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:
     """f32[shape] of N(0, 1), a function only of (seed, stream, position).
@@ -20,17 +22,35 @@ def standard_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarra
     independent. A longer draw starts with the shorter one. ValueError if the seed is out of range.
     """
     size = math.prod(shape)
-    drawn = uniform(seed, stream, 2 * -(-size // 2)).reshape(-1, 2)
-    radius = np.sqrt(-2.0 * np.log1p(-drawn[:, 0]))  # 1 - u in (0, 1]: never log(0)
-    angle = 2.0 * np.pi * drawn[:, 1]
-    pairs = np.stack([radius * np.cos(angle), radius * np.sin(angle)], axis=-1)
-    return pairs.reshape(-1)[:size].reshape(shape).astype(np.float32)
+    generator, pairs = _generator(seed, stream), np.empty((-(-size // 2), 2), np.float32)
+    for start in range(0, len(pairs), CHUNK):
+        part = pairs[start : start + CHUNK]
+        drawn = _uniform(generator, part.size).reshape(-1, 2)
+        radius = np.negative(drawn[:, 0])
+        np.log1p(radius, out=radius)  # 1 - u in (0, 1]: never log(0)
+        radius *= -2.0
+        np.sqrt(radius, out=radius)
+        angle = 2.0 * np.pi * drawn[:, 1]
+        part[:, 0] = radius * np.cos(angle)
+        part[:, 1] = radius * np.sin(angle)
+    return pairs.reshape(-1)[:size].reshape(shape)
 
 
 def uniform(seed: int, stream: str, count: int) -> np.ndarray:
     """f64[count] in [0, 1), of the generator, the streams and the bounds of `standard_normal`."""
+    return _uniform(_generator(seed, stream), count)
+
+
+def _generator(seed: int, stream: str) -> np.random.Philox:
     if not 0 <= seed < 2**64:
         raise ValueError(f"seed: {seed}, expected 0 <= seed < 2**64")
     key = int.from_bytes(hashlib.sha256(stream.encode()).digest()[:8], "little")
-    raw = np.random.Philox(key=seed | key << 64).random_raw(count)
-    return (raw >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return np.random.Philox(key=seed | key << 64)
+
+
+def _uniform(generator: np.random.Philox, count: int) -> np.ndarray:
+    raw = generator.random_raw(count)
+    raw >>= np.uint64(11)
+    found = raw.astype(np.float64)
+    found *= 2.0**-53
+    return found

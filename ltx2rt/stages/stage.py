@@ -39,7 +39,8 @@ class State:
     frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that
     is not the main one, nothing. record: what `--latents-out` writes, if `keep`. seconds,
     num_frames: the length that the model chose. max_steps: how many steps of each denoising stage
-    run, None: all. folder: where finished steps are kept, None: nowhere; claim: makes it. origin: marks segments.
+    run, None: all. folder: where finished steps are kept, None: nowhere; claim: makes it. begun: noise that threads
+    draw before it is wanted, by video and first frame. origin: marks segments.
     """
 
     contexts: Mapping[str, np.ndarray] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class State:
     num_frames: int | None = None
     max_steps: int | None = None
     folder: Path | None = None
+    begun: dict[tuple[int, int], Any] = field(default_factory=dict)
     claim: Callable[[], None] = lambda: None
     origin: Origin | None = None
 
@@ -89,6 +91,10 @@ class Stage(Protocol):
         return iter(())
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None: ...
+
+    def begin(self, model: ModelConfig, state: State) -> None:
+        """Begin work of the processors, before the first stage runs."""
+        return
 
     def check(self, session: Session) -> None:
         """Refuse small files that it will read, before any weight is read. Raises InputError."""

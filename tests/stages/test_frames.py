@@ -2,9 +2,12 @@
 
 import math
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from fractions import Fraction
 from functools import cache
+from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from safetensors.numpy import save_file
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.run.run import run_stages
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
@@ -64,7 +68,9 @@ def opened(tiny):
     return session
 
 
-def decoded(session, latents, noise: Noise, mode: str = "auto", keep: bool = False):
+def decoded(
+    session, latents, noise: Noise, mode: str = "auto", keep: bool = False, begun: bool = False
+):
     """Frames [videos, 3, F, H, W], and the state."""
     _, _, frames, rows, columns = latents.shape
     geometry = Geometry.of(session.config, columns * 32, rows * 32, 8 * frames - 7, Fraction(24))
@@ -72,6 +78,9 @@ def decoded(session, latents, noise: Noise, mode: str = "auto", keep: bool = Fal
     session.audit([stage])
     session.require_memory([stage])
     state = State(video=latents, keep=keep)
+    if begun:
+        stage.begin(session.config, state)
+        assert list(state.begun) == [(0, 0)]
     stage.run(session, state, Stopwatch())
     return np.stack([np.concatenate(list(chunks), axis=1) for chunks in state.frames]), state
 
@@ -101,6 +110,29 @@ def test_two_videos_are_decoded_from_their_own_noise(opened, backend):
         assert np.array_equal(state.record["decoder.noise"][number], noise[0])
         # Summation order.
         assert relative_l2(found[number][None], whole(latents[[number]], noise)) <= 1e-5
+
+
+def test_noise_that_was_begun_before_is_the_same(opened):
+    latents = normal(2, 128, 3, 3, 4)
+    found, state = decoded(opened("cuda"), latents, Noise((4, 5)), begun=True)
+    assert not state.begun  # all of it was taken
+    assert np.array_equal(found, decoded(opened("cuda"), latents, Noise((4, 5)))[0])
+
+
+def test_a_run_that_fails_draws_no_more_noise(opened, monkeypatch):
+    session = opened("cuda")
+    geometry = Geometry.of(session.config, 128, 96, 17, Fraction(24))
+    stage = decoding("diffusion", geometry, session.config, "auto", Noise((4,)))
+    threads, go = ThreadPoolExecutor(1), Event()
+    threads.submit(go.wait)
+    monkeypatch.setattr("ltx2rt.stages.frames._pool", lambda: threads)
+    state, bad = State(video=np.full((1, 128, 3, 3, 4), np.nan, np.float32)), "NaN or infinite"
+    with pytest.raises(RuntimeError, match=bad):
+        run_stages(session, SimpleNamespace(stages=[stage]), Stopwatch(), state)
+    (drawing,) = state.begun.values()
+    assert all(one.cancelled() for one in drawing.drawn)
+    go.set()
+    threads.shutdown()
 
 
 def test_noise_of_a_file_is_read(opened, tmp_path):
