@@ -13,7 +13,7 @@ WHOLE = {
     *"commands/test_natural.py commands/test_num_videos.py commands/test_ranks_agree.py".split(),
     *"models/test_full_width.py passes/test_sequence.py pipelines/test_agree.py".split(),
     *"ranks/test_hosts.py pipelines/test_refusals.py session/test_ranks.py".split(),
-    *"serve/test_comfyui_nodes.py stages/test_interval.py".split(),
+    *"serve/test_comfyui_nodes.py serve/test_earlier.py stages/test_interval.py".split(),
 }
 
 
