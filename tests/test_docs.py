@@ -315,3 +315,5 @@ def test_the_cards_of_the_face_have_the_seconds_of_the_plan_and_their_cents():
     for card, newest, older, price, cents in rows:
         assert [newest, older] == planned[card]
         assert f"{int(newest) * float(price) / 36:.1f}" == cents, card
+    for time, kind in re.findall(r"([\d.]+ s) \((v\d\w-8)\)", README):
+        assert f"| {kind} | {time} |" in text
