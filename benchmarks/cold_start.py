@@ -113,8 +113,9 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
     """Seconds of every phase, the bytes loaded and the device."""
     from ltx2rt.backend import get_backend
     from ltx2rt.flags import given_flags
+    from ltx2rt.pipelines.build import Loras
+    from ltx2rt.pipelines.clip import resolve
     from ltx2rt.pipelines.one_stage import OneStage
-    from ltx2rt.pipelines.request import Loras
     from ltx2rt.session.options import ModelOptions
     from ltx2rt.session.session import Session
     from ltx2rt.session.stopwatch import Stopwatch
@@ -133,8 +134,8 @@ def first_step(args: argparse.Namespace) -> dict[str, Any]:
 
     session = Session(open_checkpoint(options.model), backend, options)
     half = {"width": args.width // 2, "height": args.height // 2, "num_frames": args.num_frames}
-    request = OneStage(PROMPT, **half, seed=0, steps=3).resolved(session.config)
-    text, denoise, *_ = request.stages(session.config, options, Loras())
+    clip = resolve(OneStage(PROMPT, **half, seed=0, steps=3), session.config)
+    text, denoise, *_ = clip.stages(session.config, options, Loras())
     assert isinstance(text, Text) and isinstance(denoise, Denoise), (
         "one-stage begins with its prompts"
     )

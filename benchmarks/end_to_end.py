@@ -236,7 +236,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str, Any]:
-    backend, request, options = session.backend, plan.request, session.options
+    backend, clip, options = session.backend, plan.clip, session.options
     device = backend.device()
     facts: dict[str, Any] = {
         "benchmark": "end_to_end",
@@ -245,8 +245,8 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
     facts |= {
         "device": f"{device.name} x {math.prod(backend.mesh.values())}",
         "preset": args.preset,
-        "clip": f"{request.width}x{request.height}x{request.num_frames}",
-        "pipeline": request.name,
+        "clip": f"{clip.width}x{clip.height}x{clip.num_frames}",
+        "pipeline": clip.request.name,
         "steps": [stage.steps() for stage in plan.stages if isinstance(stage, Denoise)],
         "dtype": session.dtype,
         "weights_dtype": options.weights_dtype or session.dtype,

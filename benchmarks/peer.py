@@ -137,7 +137,7 @@ class Peer:
     def __init__(self, session: Session, plan: Plan, kind: str = PEERS[0]):
         config, dtype = session.config, DTYPES[session.dtype]
         self.request, self.stages = (
-            plan.request,
+            plan.clip,
             [stage for stage in plan.stages if isinstance(stage, Denoise)],
         )
         calls = [call for stage in plan.stages for call in stage.needs(config)]

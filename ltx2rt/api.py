@@ -185,7 +185,7 @@ class Session:
                 "seed: none, but several processes make this clip; give all of them the same"
             )
         run = Run(session, request)
-        said = filter(None, [run.plan.weights]), run.request.remarks(session.config)
+        said = filter(None, [run.plan.weights]), run.clip.remarks(session.config)
         for line in chain(*said) if run.is_main else ():
             note(line)
         with run.kept_in(parts), previewing(session, run.plan, preview) as look:
@@ -195,12 +195,12 @@ class Session:
                 discard(parts)
         marked = run.labels()
         return Clip(
-            frames=np.zeros((0, *run.request.size_px, 3), np.uint8) if frames is None else frames,
+            frames=np.zeros((0, *run.clip.size_px, 3), np.uint8) if frames is None else frames,
             waveform=None if (sound := run.waveform()) is None else np.asarray(sound),
             sample_rate=run.sample_rate,
-            fps=run.request.clip_fps,
-            seed=run.request.seeds[0],
-            settings=run.request.settings(),
+            fps=run.clip.clip_fps,
+            seed=run.clip.seeds[0],
+            settings=run.clip.request.settings(),
             report=run.report(),
             metadata=marked["comment"],
             origin=marked["origin"],

@@ -234,9 +234,9 @@ def positions_of(geometry) -> dict[str, np.ndarray]:
     return {"video": video_positions(geometry), "audio": audio_positions(geometry)}
 
 
-def guiding(request) -> dict[str, object]:
-    """How `euler_steps` guides the steps of a request."""
-    return {"guidance": request.guidance, "blocks": request.stg_blocks}
+def guiding(clip) -> dict[str, object]:
+    """How `euler_steps` guides the steps of a clip."""
+    return {"guidance": clip.guiding.guidance, "blocks": clip.guiding.stg_blocks}
 
 
 def noised(record, stage, masks, clean, sigma=1.0, starts=None) -> dict[str, np.ndarray]:

@@ -7,8 +7,9 @@ import pytest
 
 from ltx2rt import release
 from ltx2rt.errors import InputError
+from ltx2rt.pipelines.build import Loras
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.pipelines.distilled import Distilled
-from ltx2rt.pipelines.request import Loras
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.weights.checkpoint import open_checkpoint
@@ -31,15 +32,15 @@ def test_a_new_release_is_a_row(rows, tmp_path):
         preset("tiny-2.5").config, version=(2, 6, 0), video_vae_version=(2, 6, 0), parts={}
     )
     assert model.release is NEXT and preset("tiny-2.5").config.release.name == "2.5"
-    full = TwoStage("a cat").resolved(model)
+    full = resolve(TwoStage("a cat"), model).request
     assert (full.steps, full.stg_blocks, full.image_crf, full.num_frames) == (20, (1,), 10, 121)
     assert full.negative_prompt == "fog"
-    request = Distilled("a cat", stage2_sampler="euler").resolved(model)
+    clip = resolve(Distilled("a cat", stage2_sampler="euler"), model)
     options = ModelOptions(backend="cuda", model=tmp_path)
-    stages = {stage.name: stage for stage in request.stages(model, options, Loras())}
+    stages = {stage.name: stage for stage in clip.stages(model, options, Loras())}
     assert stages["stage1"].sampler == "euler"
     with pytest.raises(InputError, match=r"ancestral, but LTX-2\.6 takes euler, heun"):
-        Distilled("a cat", stage2_sampler="ancestral").resolved(model)
+        resolve(Distilled("a cat", stage2_sampler="ancestral"), model)
 
 
 def test_files_of_two_releases_that_are_apart_do_not_go_together(rows, tiny, tmp_path):

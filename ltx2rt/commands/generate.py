@@ -44,6 +44,7 @@ from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.media.output import check_streams
 from ltx2rt.notes import note
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.seeds import draw_seed
 from ltx2rt.pipelines.groups.size import Length, Pixels
 from ltx2rt.pipelines.groups.text import Prompt
@@ -51,7 +52,7 @@ from ltx2rt.pipelines.recipes import PRESETS, drafted, recipe
 from ltx2rt.pipelines.request import Request, wanted_kind
 from ltx2rt.run import history
 from ltx2rt.run.files import Files
-from ltx2rt.run.plan import Plan, prepared, resolved_stages, to_enhance, with_enhanced_prompt
+from ltx2rt.run.plan import Plan, enhanced_prompt, prepared, resolved_stages, to_enhance
 from ltx2rt.run.run import Run
 from ltx2rt.run.segments import check_files, check_records, discard, folder_of, seed_of
 from ltx2rt.run.write import sizes, write_files
@@ -71,7 +72,7 @@ XDG_CACHE_HOME or ~/.cache); a later run of the same sizes starts from them and 
 
 def run(
     options: ModelOptions,
-    request: Request,
+    clip: Clip,
     files: Files,
     checkpoint: Checkpoint,
     remarks: Sequence[str] = (),
@@ -79,35 +80,35 @@ def run(
     draft: Request | None = None,
 ) -> None:
     """Generate the clip's files and say where they are. What the user can mend raises InputError
-    before any weight is read. request, checkpoint: as `prepared` gives them; remarks: sentences to
+    before any weight is read. clip, checkpoint: as `prepared` gives them; remarks: sentences to
     print before; times: file with the times of earlier runs; draft: the request as a
     draft."""
     from ltx2rt.run.preview import previewing  # imports Pillow
 
-    stages = partial(resolved_stages, options=options, request=request)
+    stages = partial(resolved_stages, options=options, asked=clip)
     session = open_session(options, checkpoint=checkpoint, stages=stages)
-    made = Run(session, request, warm=files.warmup, marks=files)
+    made = Run(session, clip, warm=files.warmup, marks=files)
     plan, main = made.plan, made.is_main
     check_streams(files.outputs, plan.makes(FRAMES), plan.makes(SOUND))
     stream = sys.stderr if main and not files.quiet else None
     if main:
         require_space(sizes(session, plan, files))
-        files.announce(plan.request.seeds)
+        files.announce(plan.clip.seeds)
         _announce(session, plan, remarks)
     run_key = history.alike(session, plan, files.warmup)
     known = history.expected(times, run_key) if times else None
     if main and times and (line := known or history.by_plan(session, plan)):
         note(f"{line}{history.of_draft(session, plan, draft)}", prefix="")
-    folder = parts_folder(files, plan.request)
+    folder = parts_folder(files, plan.clip.segments is not None)
     beside = files.output if stream is not None and stream.isatty() else None
     with ExitStack() as during:
         during.enter_context(made.kept_in(folder, files.output, steps=files.latents_out is None))
-        for path in files.all(plan.request.seeds) if main else ():
+        for path in files.all(plan.clip.seeds) if main else ():
             remove_abandoned(path.parent, {path.name})
-        if folder and main and files.latents_out and plan.request.in_segments:
-            check_records(plan.request, folder)
+        if folder and main and files.latents_out and plan.clip.segments:
+            check_records(plan.clip, folder)
         keep = main and files.latents_out is not None
-        whole = not (folder and latest(folder)) and not plan.request.in_segments
+        whole = not (folder and latest(folder)) and not plan.clip.segments
         look = during.enter_context(previewing(session, plan, files.preview, beside))
         made.make(stream, keep=keep, warmup=files.warmup, verbose=files.verbose, look=look)
         if not main:
@@ -120,18 +121,18 @@ def run(
         if folder:
             discard(folder)
     # Latents alone are one output for all seeds; the first stands for them.
-    seeds = [seed for seed in made.request.seeds for _ in files.outputs or (None,)]
+    seeds = [seed for seed in made.clip.seeds for _ in files.outputs or (None,)]
     with suppress(OSError):  # the files are there, if nothing reads their names
         for output, seed in zip(outputs, seeds[: len(outputs)], strict=True):
             print(made.watch.closing_line(output, seed))
 
 
-def parts_folder(files: Files, request: Request) -> Path | None:
+def parts_folder(files: Files, in_segments: bool) -> Path | None:
     """Where segments and steps are kept until the clip is whole."""
     output = files.output or files.latents_out
-    if output is None or (files.latents_out and not request.in_segments):
+    if output is None or (files.latents_out and not in_segments):
         return None
-    return folder_of(output, request.in_segments)
+    return folder_of(output, in_segments)
 
 
 def _announce(session: Session, plan: Plan, remarks: Sequence[str]) -> None:
@@ -143,7 +144,7 @@ def _announce(session: Session, plan: Plan, remarks: Sequence[str]) -> None:
     options, backend = session.options, session.backend
     encoded = options.weights_dtype in QUANTISED
     weights = f", weights in {options.weights_dtype}" if encoded else ""
-    lines = [f"seed {plan.request.seed}; {session.dtype}{weights} on {backend.device().name}"]
+    lines = [f"seed {plan.clip.seeds[0]}; {session.dtype}{weights} on {backend.device().name}"]
     if options.attention != "auto":
         lines[0] += f", attention by {options.attention}"
     if backend.num_processes > 1:
@@ -151,7 +152,7 @@ def _announce(session: Session, plan: Plan, remarks: Sequence[str]) -> None:
     if options.device == "auto" and backend.device_kind == "cpu":
         absent = get_factory(options.backend).accelerator
         lines.insert(0, f"no {absent} was found: running on the CPU")
-    for line in (*lines, *plan.merge_lines(), *plan.request.remarks(session.config)):
+    for line in (*lines, *plan.merge_lines(), *plan.clip.remarks(session.config)):
         note(line, prefix="")
 
 
@@ -252,7 +253,7 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     file = getattr(args, "prompts", None)
     first, *rest = read_prompts(file) if file else args.prompt
     given = given_flags(argparse.Namespace(**vars(args) | {"prompt": first}), type_)
-    request = type_(**given).measured()
+    request = type_(**given)
     if rest and request.in_segments:
         request = replace(request, segment_prompts=tuple(rest))
     elif file and rest:
@@ -269,17 +270,16 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
 
 def as_picture(request: Request) -> Request:
     """The request of one frame without sound, unless it states more."""
-    length = request[Length].stated(request) if request.has(Length) else request.num_frames
+    length, _ = request.length
     if length is None and request.has(Length) and not request.auto_duration:
         length, request = 1, replace(request, num_frames=1)
-    return replace(request, audio=False) if length == 1 and hasattr(request, "audio") else request
+    return replace(request, audio=False) if length == 1 and request.audio else request
 
 
 def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     """The files that a run reads, and those that it writes."""
     options, request, written = asked(args)
-    first = request.seed or 0
-    return options.files + request.files, written.all(range(first, first + request.num_videos))
+    return options.files + request.files, written.all(request.seeds)
 
 
 def main(args: argparse.Namespace) -> int | None:
@@ -287,7 +287,7 @@ def main(args: argparse.Namespace) -> int | None:
     if request.distilled == "unused" and options.distilled_lora not in (None, NO_LORA):
         wrong = f"the {request.name} pipeline merges none here"
         raise InputError(f"--distilled-lora: {wrong}; leave it out, or merge it by --lora")
-    folder = parts_folder(written, request)
+    folder = parts_folder(written, request.in_segments)
     check_files(request, written)
     if request.seed is None:  # ranks that this one starts need the same
         kept = seed_of(folder, request) if folder else None
@@ -295,7 +295,7 @@ def main(args: argparse.Namespace) -> int | None:
         args.argv = [*args.argv, "--seed", str(request.seed)]
     named = written.named(".mp4" if request.has(Pixels) else ".wav", request.seeds)
     if unnamed := named != written:
-        written, folder = named, parts_folder(named, request)
+        written, folder = named, parts_folder(named, request.in_segments)
         args.argv = [*args.argv, "--output", *map(str, written.outputs)]
     if folder:
         request = request.kept_in(folder)
@@ -304,29 +304,29 @@ def main(args: argparse.Namespace) -> int | None:
     options = located(options, wanted_by(type(request)), wanted_kind(request, named))
     draft = drafted(request)
     # torch and jax take seconds to import
-    checkpoint, request = prepared(options, request, written)
+    checkpoint, clip = prepared(options, request, written)
     factory = get_factory(options.backend)
     if to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
         advice = "start them by --num-gpus, or give all of them one by --enhanced-prompt"
         raise InputError(f"--enhance-prompt: several processes would write several texts; {advice}")
-    if to_enhance(request) and factory.process_per_device and prod(options.mesh.values()) > 1:
+    if to_enhance(clip.request) and factory.process_per_device and prod(options.mesh.values()) > 1:
         # once for the ranks that this one starts
-        request = with_enhanced_prompt(request, checkpoint, options)
-        args.argv = [*args.argv, "--enhanced-prompt", str(request.enhanced_prompt)]
-    if (status := start_ranks(args, options, written.all(request.seeds))) is not None:
+        clip = clip.rewritten(enhanced_prompt(clip.request, checkpoint, options))
+        args.argv = [*args.argv, "--enhanced-prompt", clip.prompt]
+    if (status := start_ranks(args, options, written.all(clip.seeds))) is not None:
         return status
     if args.own_process:
         keep_compiled(options.backend, compiled_folder(os.environ))
     remarks = []
-    if written.is_picture and request.clip_frames == 1:
+    if written.is_picture and clip.clip_frames == 1:
         remarks.append(f"{written.output} is one picture: one frame is made, and no sound")
     if unnamed:
         remarks.append(f"--output names no file: the clip will be {written.output}")
     if args.because:
         because = args.because.replace("_", "-").replace("and ", "and --")
-        remarks.insert(0, f"pipeline {request.name}, because of --{because}")
+        remarks.insert(0, f"pipeline {clip.request.name}, because of --{because}")
     times = cache_folder(os.environ) / "runs.jsonl" if args.own_process else None
-    run(options, request, written, checkpoint, remarks, times, draft)
+    run(options, clip, written, checkpoint, remarks, times, draft)
 
 
 def compiled_folder(environment: Mapping[str, str]) -> Path:

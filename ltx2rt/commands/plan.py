@@ -33,7 +33,7 @@ examples:
 
 def to_text(found: Estimate, verbose: bool = False) -> str:
     """Lines about time, memory and price; verbose: also each stage, the rates and the notes."""
-    clip, session, kind, worst = found.plan.request, found.session, found.kind, peak(found.costs)
+    clip, session, kind, worst = found.plan.clip, found.session, found.kind, peak(found.costs)
     encoding = ENCODINGS.get(session.options.weights_dtype or "")
     weights = f", weights in {encoding.name}" if encoding else ""
     rates = ""
@@ -42,13 +42,13 @@ def to_text(found: Estimate, verbose: bool = False) -> str:
     mesh = session.backend.mesh
     height, width = clip.size_px
     size = f"{width}x{height}, " if width else ""
-    size += "at most " if clip.auto_duration else ""
+    size += "at most " if clip.request.auto_duration else ""
     rows: dict[Any, list[StageCost]] = {}  # those of segments that do the same are one
     for c in found.costs:
         rows.setdefault((c.label, c.steps, c.flops, c.streamed_bytes), []).append(c)
     wide = max(14, *(len(f"{k[0]} x{len(of)}" if len(of) > 1 else k[0]) for k, of in rows.items()))
     table = [
-        f"{clip.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
+        f"{clip.request.name}, {size}{clip.clip_frames} frames, {session.dtype}{weights}, "
         f"on {found.devices} x {kind.name} ({in_words(mesh)}, profile "
         f"{session.placement.profile.name}); per device, estimated:",
         "",

@@ -19,10 +19,12 @@ from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.guided_step import Branches
 from ltx2rt.notes import note
+from ltx2rt.pipelines.build import Loras
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
-from ltx2rt.pipelines.request import Loras, Request, fitted
+from ltx2rt.pipelines.request import Request, fitted
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, slice_chips, topology
 from ltx2rt.placement.mesh import in_words as mesh_in_words
@@ -113,14 +115,14 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
     given.check_files()
     session = datasheet_session(options, kind, devices)
     request.check_options(session.options)
-    request = fitted(request, session.options, session.checkpoint)
-    named = request.learnt if request.has(Learnt) else session.options.loras
+    clip = fitted(request, session.options, session.checkpoint)
+    named = clip.request.learnt if clip.request.has(Learnt) else session.options.loras
     loras = Loras(named, LoraSpec(Path("distilled")))
-    cells = tuple(_cells(session, request, loras, target))
+    cells = tuple(_cells(session, clip, loras, target))
     found = {cell.component for cell in cells}
     if missing := [name for name in target.component if name not in found]:
         others = replace(target, component=())
-        known = dict.fromkeys(x.component for x in _cells(session, request, loras, others))
+        known = dict.fromkeys(x.component for x in _cells(session, clip, loras, others))
         raise InputError(f"--component: this run has no {missing[0]}; it has {', '.join(known)}")
     chips = slice_chips(target.topology)
     return Compilation(chips, kind, session.backend.mesh, cells, target.times)
@@ -139,9 +141,9 @@ def plan_training(
     return Compilation(chips, kind, step.session.backend.mesh, (cell,), target.times)
 
 
-def _cells(session: Session, request: Request, loras: Loras, target: Target) -> Iterator[Cell]:
+def _cells(session: Session, clip: Clip, loras: Loras, target: Target) -> Iterator[Cell]:
     """In the order of a run; of the decoder's tiles the largest alone."""
-    stages = request.all_stages(session.config, session.options, loras)
+    stages = clip.stages(session.config, session.options, loras)
     asked, seen = target.component or COMPILED, set()
     for stage in stages:
         calls = list({session.key(call): call for call in stage.needs(session.config)}.values())
@@ -163,13 +165,13 @@ def _cells(session: Session, request: Request, loras: Loras, target: Target) -> 
             if target.branches:
                 branches = Branches(*(target.branches > i for i in (1, 2, 3)))
                 if branches.isolated and len(call.sizes.streams) == 1:
-                    most = f"{request.name} has one stream and 3 at most"
+                    most = f"{clip.request.name} has one stream and 3 at most"
                     raise InputError(f"--branches: {target.branches}, but {most}")
                 call = replace(call, sizes=replace(call.sizes, branches=branches))
             count = len(call.sizes.branches.names)
             assert isinstance(stage, Denoise), "only a denoising stage has steps"
             height, width = stage.geometry.size_px
-            frames = request.num_frames
+            frames = clip.num_frames
             size = f"{width}x{height}x{frames}" if width else f"{frames} frames of sound"
             size += f", {count} branch{'es' if count > 1 else ''}"
             for component, part in PARTS.items():

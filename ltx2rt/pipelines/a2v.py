@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import INPUTS, flag_like, flags_of, parse_seconds
 from ltx2rt.media.sound import read_sound
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines.build import Loras, in_two_passes
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups import NEW, PICTURES
-from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.group import Added, Group
 from ltx2rt.pipelines.groups.guidance import ByWeights, Nag, VideoScales
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.segments import Segments
@@ -22,7 +25,7 @@ from ltx2rt.pipelines.groups.size import STEP, Size
 from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.source_sound import SourceSound, frames_within
 from ltx2rt.stages.stage import Stage
@@ -54,45 +57,52 @@ class GivenSound(Group):
         "error", "refuse sound that is too short, or add silence", choices=("error", "pad")
     )
 
-    heard_s: float | None = field(default=None, repr=False)
+    shapes: ClassVar[bool] = True
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if self.audio_path is None:
             raise InputError(
                 f"--audio-path: the {request.name} pipeline makes a clip for a sound, none was "
                 "given"
             )
 
-    def measured(self, request: Any) -> dict[str, Any]:
+    def heard_s(self, path: Path) -> float:
+        """Seconds of the sound."""
+        cut = self.audio_start_time, self.audio_max_duration
+        waveform, rate = read_sound(path, *cut, say=lambda text: None, track=self.audio_track)
+        return waveform.shape[1] / rate
+
+    def length(self, request: Request) -> tuple[int | None, Fraction] | None:
         """The most frames within the sound, where the request states no length, or seconds that are
         within it and round to more."""
         path, asked_s = self.audio_path, request.seconds
-        if not (request.length_by_sound or asked_s) or path is None or not path.is_file():
-            return {}
-        cut = self.audio_start_time, self.audio_max_duration
-        waveform, rate = read_sound(path, *cut, say=lambda text: None, track=self.audio_track)
-        heard_s = waveform.shape[1] / rate
+        by_sound = request.num_frames is None and asked_s is None and not request.auto_duration
+        if not (by_sound or asked_s) or path is None or not path.is_file():
+            return None
+        heard_s = self.heard_s(path)
         within = frames_within(heard_s, request.fps, STEP)
         if asked_s and not heard_s >= asked_s > within / request.fps:
-            return {}
-        return {"num_frames": within, "seconds": None, "heard_s": heard_s}
+            return None
+        return within, request.fps
 
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        return self.measured(request)
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        if self.audio_path and self.length(clip.asked):
+            count, seconds = clip.num_frames, float(clip.num_frames / clip.fps)
+            heard_s = self.heard_s(self.audio_path)
+            yield f"the sound lasts {heard_s:.2f} s: {count} frames, {seconds:.2f} s"
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        if self.heard_s:
-            count, seconds = request.num_frames, float(request.num_frames / request.fps)
-            yield f"the sound lasts {self.heard_s:.2f} s: {count} frames, {seconds:.2f} s"
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+        return Added({"frozen": ("audio",)})
 
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
-        return {"frozen": ("audio",)}
-
-    def stage(self, request: Any, full: Geometry) -> SourceSound:
-        assert self.audio_path is not None, "the request is not checked"
+    def sound(self, clip: Clip, model: ModelConfig) -> SourceSound:
+        """The sound of the clip's frames."""
+        assert self.audio_path is not None, "`check` requires it"
         cut = self.audio_start_time, self.audio_max_duration, self.audio_fit
-        how = {"track": self.audio_track}
-        return SourceSound(self.audio_path, full, *cut, request.num_videos, request.audio, **how)
+        full, how = clip.geometry(model), {"track": self.audio_track}
+        return SourceSound(self.audio_path, full, *cut, len(clip.seeds), clip.audio, **how)
+
+    def whole_sound(self, clip: Clip, model: ModelConfig) -> SourceSound | None:
+        return self.sound(replace(clip, num_frames=clip.clip_frames, segments=None), model)
 
 
 class AudioToVideo(Request):
@@ -107,17 +117,11 @@ class AudioToVideo(Request):
         Interval(), VideoScales(), Nag(), ByWeights(), GivenSound(), Segments(),
     )  # fmt: skip
 
-    @property
-    def length_by_sound(self) -> bool:
-        return self.num_frames is None and self.seconds is None and not self.auto_duration
-
-    def given_sound(self, model: ModelConfig) -> SourceSound | None:
-        whole = replace(self, num_frames=self.clip_frames, segment_frames=None, number=1)
-        return self[GivenSound].stage(self, whole.geometry(model))
-
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        sound = self[GivenSound].stage(self, self.geometry(model))
-        return [sound, *self.in_two_passes(model, options, loras, sound=False)]
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
+        sound = self[GivenSound].sound(clip, model)
+        return [sound, *in_two_passes(clip, model, options, loras, sound=False)]
 
 
 PIPELINE = AudioToVideo

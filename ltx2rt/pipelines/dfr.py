@@ -19,17 +19,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.models.geometry import Geometry, latent_frames
+from ltx2rt.pipelines.build import Loras, decoded, denoise, text
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups import NEW
 from ltx2rt.pipelines.groups.images import Hdr, Images
 from ltx2rt.pipelines.groups.size import MAX_FPS, Size
 from ltx2rt.pipelines.groups.sound import Sounding
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import Anchor, Conditioning, SeededSlot, Slot
 from ltx2rt.stages.inset import Cut
@@ -105,8 +107,8 @@ class DFR(Request):
     def check(self) -> None:
         super().check()
         rounds = self.temporal_upsample_rounds
-        if self.clip_fps > MAX_FPS:
-            found = f"{float(self.fps):g} fps become {float(self.clip_fps):g}"
+        if (fps := self.fps * 2**rounds) > MAX_FPS:
+            found = f"{float(self.fps):g} fps become {float(fps):g}"
             raise InputError(
                 f"--temporal-upsample-rounds: {rounds}, {found}, expected at most {MAX_FPS}"
             )
@@ -123,34 +125,29 @@ class DFR(Request):
                 "a model of LTX-2.5"
             )
 
-    def resolved(self: Any, model: ModelConfig) -> Any:
-        full = super().resolved(model)
-        if full.num_frames == 1:
+    def completed(self, clip: Clip, model: ModelConfig) -> Clip:
+        if clip.num_frames == 1:
             raise InputError(
                 f"--num-frames: 1, expected {model.video_vae.time_factor + 1} or more (dfr)"
             )
-        return full
+        times = 2**self.temporal_upsample_rounds
+        frames = (clip.num_frames - 1) * times + 1
+        return replace(clip, clip_frames=frames, clip_fps=clip.fps * times)
 
-    @property
-    def clip_fps(self) -> Fraction:
-        return self.fps * 2**self.temporal_upsample_rounds
-
-    @property
-    def clip_frames(self) -> int:
-        return (self.num_frames - 1) * 2**self.temporal_upsample_rounds + 1
-
-    def remarks(self, model: ModelConfig) -> Iterator[str]:
-        yield from super().remarks(model)
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(clip, model)
         if self.temporal_upsample_rounds:
             most = "at most " if self.auto_duration else ""
-            yield f"the clip has {most}{self.clip_frames} frames at {float(self.clip_fps):g} fps"
+            yield f"the clip has {most}{clip.clip_frames} frames at {float(clip.clip_fps):g} fps"
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
         """User LoRAs are merged in the order given, then the distilled one, then IC-LoRAs; rounds
         have those of stage 2 but IC-LoRAs."""
-        frames, segment = canvas(self.num_frames)
-        whole = replace(self, num_frames=frames)
-        half, full = whole.geometry(model, self.factor(model)), whole.geometry(model)
+        frames, segment = canvas(clip.num_frames)
+        whole = replace(clip, num_frames=frames)
+        half, full, videos = whole.first(model), whole.geometry(model), len(clip.seeds)
         detailing = tuple(lora for lora in loras.user if reference_factors([lora.path]) != (1, 1))
         others = replace(loras, user=tuple(lora for lora in loras.user if lora not in detailing))
         first, second = ((*others.of(stage), *loras.extra) for stage in ("stage1", "stage2"))
@@ -160,29 +157,29 @@ class DFR(Request):
         given = [*(Slot(frame, full) for frame in keyframes), *self.seen(detailing, half, model)]
         merged = (*second, *detailing)
         made = [
-            *self.text,
-            *self.denoise("stage1", half, options, DISTILLED_SIGMAS, first, slots, sound=True),
-            Upsample(half, self.num_videos, self.factor(model), len(keyframes)),
-            *self.denoise("stage2", full, options, STAGE2_SIGMAS, merged, given),
+            *text(clip),
+            *denoise(clip, "stage1", half, options, DISTILLED_SIGMAS, first, slots, sound=True),
+            Upsample(half, videos, self.factor(model), len(keyframes)),
+            *denoise(clip, "stage2", full, options, STAGE2_SIGMAS, merged, given),
         ]
         for number in range(1, self.temporal_upsample_rounds + 1):
-            doubled = UpsampleTime(full, self.num_videos, round=number)
-            fps = min(self.fps * 2**number, MAX_POSITION_FPS)
+            doubled = UpsampleTime(full, videos, round=number)
+            fps = min(clip.fps * 2**number, MAX_POSITION_FPS)
             frames, full = 2 * frames - 1, replace(full, frames=2 * full.frames - 1, fps=fps)
             made.append(doubled)
             for i, window in enumerate(windows(frames, 2 * segment, 2**number)):
                 own = replace(
                     full, frames=latent_frames(window.stop - window.start + 1, full.time_factor)
                 )
-                made += self.seen_from(window, 2**number).denoise(
-                    f"round{number}_tile{i}", own, options, ROUND_SIGMAS, second,
+                made += denoise(
+                    seen_from(clip, window, 2**number), f"round{number}_tile{i}", own, options, ROUND_SIGMAS, second,
                     window.given(own, 2 * segment, doubled.name), Refine,
                     sampler="ancestral", eta=ROUND_ETA, streams=("video",), source=doubled.name,
                     start=window.start,
                     lead=(window.own - window.start) // full.time_factor + 1 if i else 0,
                 )  # fmt: skip
-        end = Cut(self.clip_frames, fps=self.clip_fps)
-        return [*made, *self.decoded(full, model, options), end]
+        end = Cut(clip.clip_frames, fps=clip.clip_fps)
+        return [*made, *decoded(clip, full, model, options), end]
 
     def seen(
         self, loras: tuple[LoraSpec, ...], half: Geometry, model: ModelConfig
@@ -200,11 +197,12 @@ class DFR(Request):
             )
         return [StageReference("stage1", half, space)]
 
-    def seen_from(self, window: Window, times: int) -> DFR:
-        """The request with its images in the window, at their frames of `times` as many."""
-        here = [replace(spec, frame=spec.frame * times - window.start) for spec in self.images]
-        last = window.stop - window.start
-        return replace(self, images=tuple(spec for spec in here if 0 <= spec.frame <= last))
+
+def seen_from(clip: Clip, window: Window, times: int) -> Clip:
+    """The clip with its images in the window, at their frames of `times` as many."""
+    here = [replace(spec, frame=spec.frame * times - window.start) for spec in clip.images]
+    last = window.stop - window.start
+    return replace(clip, images=tuple(spec for spec in here if 0 <= spec.frame <= last))
 
 
 PIPELINE = DFR

@@ -6,16 +6,16 @@ in both stages. With LTX-2.5 the steps of stage 1 add fresh noise (ancestral).
 
 from __future__ import annotations
 
-from typing import Any
-
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
+from ltx2rt.pipelines.build import Loras, in_two_passes
+from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES, SEGMENTED
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.groups.sound import SoundFrom
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.stage import Stage
 
@@ -35,15 +35,17 @@ class Distilled(Request):
         "euler", "sampler of stage 2; ancestral: LTX-2.5", choices=("euler", "ancestral")
     )
 
-    def restated(self, model: ModelConfig) -> dict[str, Any]:
+    def into(self, draft: Draft, model: ModelConfig) -> None:
         if self.stage2_sampler not in (known := model.release.samplers):
             said = f"{self.stage2_sampler}, but LTX-{model.release.name} takes {', '.join(known)}"
             raise InputError(f"--stage2-sampler: {said}")
-        return {}
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
         first, second = model.release.samplers[0], self.stage2_sampler
-        return self.in_two_passes(model, options, loras, {"sampler": first}, {"sampler": second})
+        how = {"sampler": first}, {"sampler": second}
+        return in_two_passes(clip, model, options, loras, *how)
 
 
 PIPELINE = Distilled

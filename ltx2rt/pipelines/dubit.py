@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.pipelines.build import Loras, in_two_passes
+from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import NAGGED, RUN
 from ltx2rt.pipelines.groups.reference import ReferenceClip
 from ltx2rt.pipelines.groups.sound import Sounding
 from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize
 from ltx2rt.pipelines.groups.text import Prompt, PromptsByTime
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.sound_reference import LatentSound, SoundReference
 from ltx2rt.stages.stage import Stage
@@ -43,26 +45,27 @@ class DubIt(Request):
         "video_path": "clip whose people get other words; its length and rate are kept (required)"
     }
 
-    def restated(self, model: ModelConfig) -> dict[str, Any]:
-        if not self.source.info.has_sound:
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        if not draft.given.info.has_sound:
             raise InputError(
                 f"{FLAG}: {self.video_path} has no sound, whose voices dubit keeps; pass a clip "
                 "with sound"
             )
-        return {}
 
-    def remarks(self, model: ModelConfig) -> Iterator[str]:
-        yield from super().remarks(model)
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(clip, model)
         if model.release.name == "2.0":
             yield "no DubIt LoRA is known for LTX-2.0"
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        clip, how = self[ReferenceClip], (model, options, loras)
-        sound = SoundReference(clip.path, half, FLAG, before=True, silent=True)
-        first = {"given": (clip.seen(self, 0, *how), sound), "sound": True}
-        second = {"given": (clip.seen(self, 1, *how), LatentSound(full)), "frozen": ("audio",)}
-        return self.in_two_passes(*how, first, second)
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
+        half, full = clip.first(model), clip.geometry(model)
+        given, how = self[ReferenceClip], (model, options, loras)
+        sound = SoundReference(given.path, half, FLAG, before=True, silent=True)
+        first = {"given": (given.seen(clip, 0, *how), sound), "sound": True}
+        second = {"given": (given.seen(clip, 1, *how), LatentSound(full)), "frozen": ("audio",)}
+        return in_two_passes(clip, *how, first, second)
 
 
 PIPELINE = DubIt

@@ -9,10 +9,10 @@ clips are.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import field, replace
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -20,12 +20,14 @@ from ltx2rt.flags import flag_like, flags_of
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.splice import FADE_FRAMES, Seam
 from ltx2rt.media.video import frames_path
+from ltx2rt.pipelines.build import Loras, decoded, denoise_once, text
+from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.group import refuse_beside
 from ltx2rt.pipelines.groups.size import Length, check_step
 from ltx2rt.pipelines.groups.sound import NewSound
 from ltx2rt.pipelines.groups.source_clip import FileSize, read_clip
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends
 from ltx2rt.stages.joined import Join, OverlapSound, WholeClip, kept_sound
@@ -33,12 +35,11 @@ from ltx2rt.stages.stage import Stage
 
 flag = flags_of("conditioning")
 
+Clips = tuple[WholeClip | None, WholeClip | None]
 DEFAULT_NEW = 96  # frames, 4 s at 24
 
 
 class Extend(Request):
-    """other: the file of --join, of a resolved request. `num_frames` counts the segment."""
-
     name = "extend"
     summary = "continue a given clip, lead to it, join two, or close a loop"
     task = "Continue a clip"
@@ -76,41 +77,31 @@ class Extend(Request):
         name="--no-crossfade",
         also=("--crossfade",),
     )
-    other: Footage | None = field(default=None, repr=False)
 
     @property
     def bridge(self) -> bool:
         """Whether the new frames are between two."""
         return self.loop is not None or self.join is not None
 
-    @property
-    def seam(self) -> Seam:
-        assert self.extend_frames, "the request is not resolved"
+    def seam(self, new: int) -> Seam:
+        """new: frames to add."""
         before = 0 if self.before else self.overlap
         after = self.overlap if self.before or self.bridge else 0
-        return Seam(before, self.extend_frames, after, self.crossfade)
+        return Seam(before, new, after, self.crossfade)
 
-    @property
-    def clips(self) -> tuple[WholeClip | None, WholeClip | None]:
-        """The clip before the new frames and the one after them. Of a resolved request."""
-        clip = WholeClip(self.source)
+    def clips(self, source: Footage, other: Footage | None) -> Clips:
+        """The clip before the new frames and the one after them. other: the file of --join."""
+        clip = WholeClip(source)
         if self.before:
             return None, clip
-        if self.join is not None:
-            assert self.other is not None, "the request is not resolved"
-            return clip, WholeClip(self.other)
+        if other:
+            return clip, WholeClip(other)
         return clip, clip if self.loop is not None else None
 
-    @property
-    def written(self) -> tuple[WholeClip | None, WholeClip | None]:
+    def written(self, clips: Clips) -> Clips:
         """Those of `clips` that are written beside the new frames: a loop has its clip once."""
-        before, after = self.clips
+        before, after = clips
         return before, None if self.loop is not None else after
-
-    @property
-    def clip_frames(self) -> int:
-        kept = sum(clip.info.num_frames for clip in self.written if clip)
-        return kept + (self.extend_frames or 0)
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -121,13 +112,47 @@ class Extend(Request):
         if self.seconds is not None:
             refuse_beside(seconds=True, **{name: n is not None for name, n in stated.items()})
 
-    def restated(self, model: ModelConfig) -> dict[str, Any]:
+    def into(self, draft: Draft, model: ModelConfig) -> None:
         """Reads the second file whole, once."""
-        info = self.source.info
-        step, off = model.video_vae.time_factor, 1 if self.bridge else 0
+        source, step = draft.given, model.video_vae.time_factor
+        info, other = source.info, None
+        new = self._new_frames(info.fps, step)
+        if self.join is not None:
+            width, height = source.size
+            size = replace(self[FileSize], width=width, height=height)
+            other = size.sized(read_clip(self.join, "--join"))
+            if other.info.fps != info.fps:
+                found = f"{float(other.info.fps):g} fps, expected {float(info.fps):g}"
+                raise InputError(f"--join: {self.join} has {found} as {self.video_path} has")
+        clips = self.clips(source, other)
+        for clip in clips:
+            if clip and clip.info.num_frames < self.overlap:
+                raise InputError(
+                    f"{clip.footage.flag}: {clip.path} has {clip.info.num_frames} frames, --overlap "
+                    f"{self.overlap} needs as many; give a smaller one, at least 9"
+                )
+        frames = self.seam(new).num_frames
+        limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
+        if (frames - 1) / info.fps > limit_s:
+            over = -(-(frames - 1 - limit_s * info.fps) // step) * step
+            raise InputError(
+                f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} "
+                f"s, the model's limit is {limit_s} s; at most {new - int(over)}"
+            )
+        draft.fill(extend_frames=new, seconds=None, num_frames=frames)
+        draft.other = other
+
+    def completed(self, clip: Clip, model: ModelConfig) -> Clip:
+        written = self.written(self.clips(clip.given, clip.other))
+        old = sum(one.info.num_frames for one in written if one)
+        return replace(clip, clip_frames=old + (self.extend_frames or 0))
+
+    def _new_frames(self, fps: Fraction, step: int) -> int:
+        """Number of frames to add. Raises InputError."""
+        off = 1 if self.bridge else 0
         new = DEFAULT_NEW - off if self.extend_frames is None else self.extend_frames
         if self.seconds is not None:
-            new = max(round(Fraction(self.seconds) * info.fps / step), 1) * step - off
+            new = max(round(Fraction(self.seconds) * fps / step), 1) * step - off
         if self.loop is not None:
             new = step * self.loop - 1
             if self.extend_frames not in (None, new):
@@ -140,75 +165,46 @@ class Extend(Request):
             low = max((new + off) // step, 1) * step - off
             rule = f"{step}*k{' - 1' * self.bridge}; the nearest are {low} and {low + step} frames"
             raise InputError(f"--extend-frames: {new}, expected {rule}")
-        other = self.other
-        if self.join is not None and other is None:
-            width, height = self.source.size
-            size = replace(self[FileSize], width=width, height=height)
-            other = size.sized(read_clip(self.join, "--join"))
-            if other.info.fps != info.fps:
-                found = f"{float(other.info.fps):g} fps, expected {float(info.fps):g}"
-                raise InputError(f"--join: {self.join} has {found} as {self.video_path} has")
-        facts = {"other": other, "extend_frames": new, "seconds": None}
-        self = replace(self, **facts)
-        for clip in self.clips:
-            if clip and clip.info.num_frames < self.overlap:
-                raise InputError(
-                    f"{clip.footage.flag}: {clip.path} has {clip.info.num_frames} frames, --overlap "
-                    f"{self.overlap} needs as many; give a smaller one, at least 9"
-                )
-        frames = self.seam.num_frames
-        limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
-        if (frames - 1) / info.fps > limit_s:
-            over = -(-(frames - 1 - limit_s * info.fps) // step) * step
-            raise InputError(
-                f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} "
-                f"s, the model's limit is {limit_s} s; at most {new - int(over)}"
-            )
-        return facts | {"num_frames": frames}
+        return new
 
     # --- what is made -----------------------------------------------------------------------------
 
-    def remarks(self, model: ModelConfig) -> Iterator[str]:
-        old, new = self.clip_frames - (self.extend_frames or 0), self.extend_frames
-        seconds = self.clip_frames / float(self.fps)
-        yield f"{new} new frames beside {old}: {self.clip_frames} in all, {seconds:.2f} s"
-        faded = [self.seam.faded(side) for side in (self.seam.before, self.seam.after)]
-        if any(faded):
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        new, seam = self.extend_frames or 0, self.seam(self.extend_frames or 0)
+        seconds = clip.clip_frames / float(clip.fps)
+        old = clip.clip_frames - new
+        yield f"{new} new frames beside {old}: {clip.clip_frames} in all, {seconds:.2f} s"
+        if any(seam.faded(side) for side in (seam.before, seam.after)):
             yield f"{FADE_FRAMES} frames are blended at a seam; --no-crossfade keeps all of the file's own"
-        yield from super().remarks(model)
-        if self.other:
-            yield from (f"{self.join}: {sentence}" for sentence in self.other.said())
-        silent = [str(clip.path) for clip in self.clips if clip and not clip.info.has_sound]
-        if self.heard and silent:
+        yield from super().remarks(clip, model)
+        if clip.other:
+            yield from (f"{self.join}: {sentence}" for sentence in clip.other.said())
+        clips = self.clips(clip.given, clip.other)
+        silent = [str(one.path) for one in clips if one and not one.info.has_sound]
+        if clip.heard and silent:
             yield f"{silent[0]} has no sound: silence beside the new part"
 
-    @property
-    def heard(self) -> bool:
-        """Whether the clip has sound: a silent one stays silent unless new sound is asked for."""
-        given = any(clip and clip.info.has_sound for clip in self.clips)
-        return self.audio and (given or self.sound == "new")
-
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        full, seam = self.geometry(model), self.seam
-        before, after = self.clips
-        heard = [
-            clip if clip and self.audio and clip.info.has_sound else None for clip in self.clips
-        ]
-        until, since = Fraction(seam.before) / self.fps, Fraction(seam.stop) / self.fps
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
+        full, seam = clip.geometry(model), self.seam(self.extend_frames or 0)
+        before, after = clips = self.clips(clip.given, clip.other)
+        heard = [one if one and clip.audio and one.info.has_sound else None for one in clips]
+        until, since = Fraction(seam.before) / clip.fps, Fraction(seam.stop) / clip.fps
         if before and heard[0]:  # its sound may end a little before its frames do
-            until -= before.num_frames / self.fps - before.heard_s
+            until -= before.num_frames / clip.fps - before.heard_s
         seam = replace(seam, heard_s=until)
         mask = kept_sound(full, until if heard[0] else Fraction(0), since if heard[1] else None)
-        how = options.vae_tiling, model, self.inset(model)
+        how = options.vae_tiling, model, clip.inset(model)
         given = ends(full, before, after, self.overlap, seam.stop, *how)
         kept = {"masks": {"audio": mask} if any(heard) else {}}
         joined = replace(seam, after=0) if self.loop is not None else seam
         return [
             *([OverlapSound(full, seam, *heard)] if any(heard) else []),
-            *self.text,
-            *self.denoise_once(full, options, loras, tuple(given), **kept),
-            *self.decoded(full, model, options, sound=self.heard),
-            Join(joined, *self.written, self.fps),
+            *text(clip),
+            *denoise_once(clip, full, options, loras, tuple(given), **kept),
+            *decoded(clip, full, model, options, sound=clip.heard),
+            Join(joined, *self.written(clips), clip.fps),
         ]
 
 

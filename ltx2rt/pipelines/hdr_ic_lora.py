@@ -12,12 +12,14 @@ from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.hdr import LOGC3_LOG, SPACES, HighRange
+from ltx2rt.pipelines.build import Loras, in_two_passes
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups import NAGGED, RUN
 from ltx2rt.pipelines.groups.images import Hdr
 from ltx2rt.pipelines.groups.reference import ReferenceClip
 from ltx2rt.pipelines.groups.source_clip import FileSize
 from ltx2rt.pipelines.groups.text import Prompt, PromptsByTime
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
@@ -58,13 +60,15 @@ class HdrICLora(Request):
     @property
     def high_range(self) -> HighRange:
         """Codes are LogC3 unless the LoRA says otherwise."""
-        return HighRange(self.hdr, LOGC3_LOG, self.hdr_transfer)
+        return HighRange(self.hdr or SPACES[0], LOGC3_LOG, self.hdr_transfer)
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        clip, how = self[ReferenceClip], (model, options, loras)
-        first = {"given": (clip.seen(self, 0, *how),)}
-        second = {"given": (clip.seen(self, 1, *how),), "sigmas": SIGMAS}
-        return self.in_two_passes(*how, first, second, sound=False, streams=("video",))
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
+        seen, how = self[ReferenceClip].seen, (model, options, loras)
+        first = {"given": (seen(clip, 0, *how),)}
+        second = {"given": (seen(clip, 1, *how),), "sigmas": SIGMAS}
+        return in_two_passes(clip, *how, first, second, sound=False, streams=("video",))
 
 
 PIPELINE = HdrICLora

@@ -12,6 +12,8 @@ from typing import ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
+from ltx2rt.pipelines.build import Loras, in_two_passes
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups import NEW, PICTURES, SEGMENTED
 from ltx2rt.pipelines.groups.guidance import Guidance
 from ltx2rt.pipelines.groups.images import Images
@@ -19,7 +21,7 @@ from ltx2rt.pipelines.groups.size import BEST_PX, Size
 from ltx2rt.pipelines.groups.sound import SoundFrom
 from ltx2rt.pipelines.groups.steps import Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.session.options import NO_LORA, DistilledWeights, LoraSpec, ModelOptions
 from ltx2rt.stages.schedule import shifted_sigmas
@@ -72,20 +74,22 @@ class HQ(Request):
                 "give --distilled-lora-strength-stage-1 and --distilled-lora-strength-stage-2"
             )
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
         """Stage 1's schedule shifts by its own tokens; the distilled LoRA is merged last.
         A distilled transformer in place of the LoRA is only of stage 2."""
-        assert loras.distilled, "the request is not resolved"
-        tokens = self.geometry(model, self.factor(model)).num_video_tokens
+        assert clip.guiding and loras.distilled, "`distilled_lora` refuses a run without"
+        tokens = clip.first(model).num_video_tokens
         weak: tuple[LoraSpec, ...] = ()
         strong: tuple[LoraSpec, ...] = loras.extra
         if not isinstance(loras.distilled, DistilledWeights):
             weak = (replace(loras.distilled, strength=self.distilled_lora_strength_stage_1),)
             strong = (replace(loras.distilled, strength=self.distilled_lora_strength_stage_2),)
-        sigmas = shifted_sigmas(self.steps, tokens)
+        sigmas = shifted_sigmas(clip.guiding.steps, tokens)
         first = {"sigmas": sigmas, "loras": (*loras.of("stage1"), *weak)}
         second = {"loras": (*loras.of("stage2"), *strong)}
-        return self.in_two_passes(model, options, loras, first, second, sampler="res2s")
+        return in_two_passes(clip, model, options, loras, first, second, sampler="res2s")
 
 
 PIPELINE = HQ

@@ -23,6 +23,8 @@ from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import ACESCCT_LOG, LOGC3_LOG
 from ltx2rt.media.images import Resize
 from ltx2rt.media.video import is_light, is_still
+from ltx2rt.pipelines.build import Loras, decoded, denoise_once, in_two_passes, text
+from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import NAGGED, NEW, PICTURES
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.mask import NONE, Mask
@@ -30,7 +32,7 @@ from ltx2rt.pipelines.groups.reference import Learnt, reference, references_of
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.groups.sound import SoundFrom, check_reference, parse_reference
 from ltx2rt.pipelines.groups.source_clip import FileSize
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.region import GREEN, Compose, Region, RegionVideo
@@ -56,7 +58,7 @@ class OfSheet(Learnt):
 
     words: ClassVar = ("ingredients", "reference-sheet")
 
-    def wanted(self, request: Any) -> tuple[str, ...]:
+    def wanted(self, request: Request) -> tuple[str, ...]:
         seen = request.video_conditioning
         return self.words if seen and all(is_still(one.path) for one in seen) else ()
 
@@ -136,12 +138,15 @@ class ICLora(Request):
                     "none"
                 )
 
-    def resolved(self: Any, model: ModelConfig) -> Any:
+    def into(self, draft: Draft, model: ModelConfig) -> None:
         last = "stage1" if self.skip_stage_2 else "stage2"
-        full = replace(super().resolved(model), audio_from=self.audio_from or last)
-        if full.paints:
-            full._check_mask(*full._masked)
-        return full
+        draft.fill(audio_from=self.audio_from or last)
+
+    def completed(self, clip: Clip, model: ModelConfig) -> Clip:
+        if self.paints:
+            self._check_mask(clip, *self._masked)
+        scale = 2 if self.skip_stage_2 else 1
+        return replace(clip, size_px=(clip.height // scale, clip.width // scale))
 
     @property
     def paints(self) -> str:
@@ -154,17 +159,17 @@ class ICLora(Request):
         source = Footage.read(self.video_conditioning[0].path, FLAG, self.num_frames)
         return source, self[Mask].region(source, self.num_frames)
 
-    def _check_mask(self, source: Footage, region: Region) -> None:
+    def _check_mask(self, clip: Clip, source: Footage, region: Region) -> None:
         (width, height), info = self[Mask].padded(source), source.info
         found, asked = (
             f"{w}x{h}, {n} frames at {float(fps):g} fps"
             for w, h, n, fps in (
                 (width, height, info.num_frames, info.fps),
-                (self.width, self.height, self.num_frames, self.fps),
+                (clip.width, clip.height, clip.num_frames, clip.fps),
             )
         )
-        same = (width, height, info.fps) == (self.width, self.height, self.fps)
-        if not same or info.num_frames < self.num_frames:
+        same = (width, height, info.fps) == (clip.width, clip.height, clip.fps)
+        if not same or info.num_frames < clip.num_frames:
             with_border = " with --pad" if self.pad != NONE else ""
             raise InputError(
                 f"{self.paints}: the clip has {asked}, but its reference{with_border} {found}; they "
@@ -174,21 +179,18 @@ class ICLora(Request):
         if not any(mask.any() for mask in region.masks()):
             raise self[Mask].black()
 
-    @property
-    def size_px(self) -> tuple[int, int]:
-        scale = 2 if self.skip_stage_2 else 1
-        return self.height // scale, self.width // scale
-
-    def remarks(self, model: ModelConfig) -> Iterator[str]:
-        yield from super().remarks(model)
-        height, width = self.size_px
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(clip, model)
+        height, width = clip.size_px
         if self.skip_stage_2:
             yield f"without stage 2 the clip has {width}x{height} pixels"
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
         """User LoRAs are merged in stage 1 alone."""
-        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        factors = references_of(self, model, loras.user)
+        half, full = clip.first(model), clip.geometry(model)
+        factors = references_of(clip, model, loras.user)
         paths = [lora.path for lora in loras.user]
         if hdr_log(paths) == LOGC3_LOG and not self.hdr:
             raise InputError(
@@ -203,7 +205,7 @@ class ICLora(Request):
         for number, spec in enumerate(self.video_conditioning):
             how["space"] = self.hdr if is_light(spec.path) else None
             still = is_still(spec.path)
-            how["whole"] = self.num_frames if still else 0
+            how["whole"] = clip.num_frames if still else 0
             seen = Footage.read(spec.path, FLAG, self.num_frames)
             if fit := self.fit or ("pad" if still else None):
                 size = seen.size
@@ -211,8 +213,8 @@ class ICLora(Request):
             size = spec.strength, half, model, factors, "off", number
             given.append(reference(seen, *size, **how))
         if self.skip_stage_2:
-            made = self.denoise_once(half, options, loras, given)
-            return [*self.text, *made, *self.decoded(half, model, options)]
+            made = denoise_once(clip, half, options, loras, given)
+            return [*text(clip), *made, *decoded(clip, half, model, options)]
         before, after, kept = list[Stage](), list[Stage](), dict[str, Any]()
         if self.paints:
             _, region = self._masked
@@ -222,11 +224,11 @@ class ICLora(Request):
             given = [replace(given[0], source=source)]
             after = [Compose(replace(source, geometry=full, stride=1), region)]
             if seen.footage.info.has_sound and self.audio:
-                how = {"fit": "zeros", "num_videos": self.num_videos, "record": "source.audio"}
+                how = {"fit": "zeros", "num_videos": len(clip.seeds), "record": "source.audio"}
                 before = [SourceSound(seen.footage.path, full, seen.footage.start_s, **how)]
                 kept = {"frozen": ("audio",), "sound": False}
         first, second = {"given": given, **kept}, {"loras": loras.extra, **kept}
-        made = self.in_two_passes(model, options, loras, first, second, sound=not kept)
+        made = in_two_passes(clip, model, options, loras, first, second, sound=not kept)
         return [*before, *made, *after]
 
 

@@ -1,34 +1,28 @@
 """One clip as its user asks for it: the values of its pipeline's flags, and a pipeline's duties.
 
 A pipeline is a class derived from `Request`: it lists groups of flags and says what stages make the
-clip. `check` validates what needs no file of the model; `resolved` fills the model's defaults and
-validates the rest against its configuration. Both come before any weight is read.
+clip. `check` validates what needs no file of the model; `clip.resolve` makes the clip, with the
+model's defaults. Both come before any weight is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import numpy as np
-
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import assemble, check_bounds, flagged, named_files, spelling
-from ltx2rt.media.hdr import HighRange, image_px, is_exr
-from ltx2rt.models.geometry import Geometry, pixel_frames
+from ltx2rt.media.hdr import TRANSFERS, HighRange, image_px, is_exr
+from ltx2rt.pipelines.build import Loras, in_two_passes
+from ltx2rt.pipelines.clip import Clip, Draft, resolve
 from ltx2rt.pipelines.groups.group import Group
-from ltx2rt.pipelines.groups.guidance import NEUTRAL, ByWeights, Scales, guiding
-from ltx2rt.pipelines.groups.images import Hdr
+from ltx2rt.pipelines.groups.guidance import ByWeights, Scales, guiding
 from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.segments import Segments
-from ltx2rt.pipelines.groups.size import Pixels
-from ltx2rt.pipelines.groups.source_clip import SourceClip
-from ltx2rt.pipelines.groups.steps import Skips
-from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.session.options import (
     NO_LORA,
     DistilledWeights,
@@ -38,51 +32,39 @@ from ltx2rt.session.options import (
     existing_file,
     plain,
 )
-from ltx2rt.stages.conditioning import Conditioning, GivenLatents
-from ltx2rt.stages.denoise import Denoise, Noise
-from ltx2rt.stages.duration import Duration
-from ltx2rt.stages.frames import decoding
-from ltx2rt.stages.inset import Cut, Inset
-from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS, from_level, shifted_sigmas
-from ltx2rt.stages.segments import SegmentFile
-from ltx2rt.stages.sound import Sound
-from ltx2rt.stages.source_sound import SourceSound
+from ltx2rt.stages.conditioning import ImageSpec
+from ltx2rt.stages.relay import PromptSpan
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
-from ltx2rt.stages.upsample import Upsample
 from ltx2rt.text_files import NO_TEXT
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.distilled import sign
 
 R = TypeVar("R", bound="Request")
 G = TypeVar("G", bound=Group)
-NO_CHANGE: Mapping[str, Any] = {}
+
+
+class Absent:
+    """Values of flags that a pipeline may lack."""
+
+    width: int = 0
+    height: int = 0
+    quality: str | None = None
+    guided: bool | None = None
+    audio: bool = False
+    sound: str | None = None
+    images: tuple[ImageSpec, ...] = ()
+    hdr: str | None = None
+    hdr_transfer: str = TRANSFERS[0]
+    prompt_at: tuple[PromptSpan, ...] = ()
+    prompt_softness: float = 0.0
+    segment_frames: int | None = None
+    join: Path | None = None
 
 
 @dataclass(frozen=True)
-class Loras:
-    """user: in the order given; distilled: what the pipeline merges last where it wants it, None if
-    it has none; text: LoRAs that change the text encoder or its connectors; idle: distilled ones
-    that flags name and that distilled weights do not take."""
-
-    user: tuple[LoraSpec, ...] = ()
-    distilled: LoraSpec | None = None
-    text: tuple[LoraSpec, ...] = ()
-    idle: tuple[LoraSpec, ...] = ()
-
-    @property
-    def extra(self) -> tuple[LoraSpec, ...]:
-        """The distilled one, if there is any."""
-        return (self.distilled,) if self.distilled else ()
-
-    def of(self, stage: str) -> tuple[LoraSpec, ...]:
-        return tuple(lora for lora in self.user if lora.stage in (None, stage))
-
-
-@dataclass(frozen=True)
-class Request:
+class Request(Absent):
     """One clip. A class derived from this one is a pipeline, a frozen dataclass that has the fields
-    of its groups before its own. After `resolved`, no field that shapes the clip is None.
+    of its groups before its own. `resolve` makes a `Clip` of it.
 
     groups: with the pipeline's defaults. about: help of flags that mean something particular here.
     name: of the pipeline; summary, example: for `--help`, a line and flags that show its use.
@@ -118,24 +100,21 @@ class Request:
     def __getitem__(self, kind: type[G]) -> G:
         """The group of that kind, with the request's values."""
         found = next(group for group in self.groups if isinstance(group, kind))
-        return self._with_values(found)
+        return self.valued(found)
 
-    def _with_values(self, group: G) -> G:
+    def valued(self, group: G) -> G:
+        """The group with the request's values."""
         return replace(group, **{f.name: getattr(self, f.name) for f in fields(group)})
 
     def __iter__(self) -> Iterator[Group]:
         """Its groups, with the request's values."""
-        return map(self._with_values, self.groups)
+        return map(self.valued, self.groups)
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """The stages of the pipeline, in order. The request is resolved."""
-        return self.in_two_passes(model, options, loras)
-
-    def all_stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        """The stages of the run: of a clip in segments, those of each segment that is not there."""
-        if not self.in_segments:
-            return self.stages(model, options, loras)
-        return self[Segments].stages(self, model, options, loras)
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
+        """The stages of the pipeline, in order."""
+        return in_two_passes(clip, model, options, loras)
 
     # --- checks -----------------------------------------------------------------------------------
 
@@ -172,20 +151,13 @@ class Request:
     def check_model(cls, model: ModelConfig) -> None:
         """Refuse a model that no request of the pipeline goes with. Raises InputError."""
 
-    def resolved(self: R, model: ModelConfig) -> R:
-        """Check the request against the model and fill every default. Raises InputError."""
-        self.check_model(model)
-        self.check()
-        for group in self.groups:
-            self = replace(self, **self._with_values(group).restated(self, model))
-        self = replace(self, **self.restated(model))
-        for group in self.groups:
-            self = replace(self, **self._with_values(group).resolved(self, model))
-        return self
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        """Fill the draft like a group, after those that decide size and length. Raises
+        InputError."""
 
-    def restated(self, model: ModelConfig) -> dict[str, Any]:
-        """Fields to change like those of a group, after the groups'. Raises InputError."""
-        return {}
+    def completed(self, clip: Clip, model: ModelConfig) -> Clip:
+        """Check the clip, and return it with what this pipeline alone reads. Raises InputError."""
+        return clip
 
     def unguided(self) -> Request | None:
         """The request in distilled steps, for distilled weights; None if it has no such form.
@@ -196,21 +168,21 @@ class Request:
 
     def made_by(self, type_: type[R]) -> R:
         """The request of another pipeline, which reads all flags that are given."""
-        names = [f.name for group in type_.groups for f in fields(group)]
-        values = {name: getattr(self, name, None) for name in names}
-        return type_(**{name: value for name, value in values.items() if value is not None})
+        read = {f.name for group in type_.groups for f in fields(group)}
+        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name in read}
+        return type_(**{name: value for name, value in given.items() if value is not None})
 
-    def remarks(self, model: ModelConfig) -> Iterator[str]:
-        """Sentences for its user before a resolved request runs."""
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        """Sentences for its user before a clip is made."""
         for group in self:
-            yield from group.remarks(self, model)
+            yield from group.remarks(clip, model)
 
-    # --- what stages are made from ----------------------------------------------------------------
+    # --- facts before a model is known ------------------------------------------------------------
 
     @property
     def is_guided(self) -> bool:
         """Whether it has a guided stage."""
-        return self.has(Scales) and getattr(self, "guided", None) is not False
+        return self.has(Scales) and self.guided is not False
 
     @property
     def takes_distilled(self) -> str:
@@ -222,9 +194,9 @@ class Request:
 
     @property
     def seeds(self) -> range:
-        """One for each video. Of a resolved request."""
-        assert self.seed is not None, "the request is not resolved"
-        return range(self.seed, self.seed + self.num_videos)
+        """One for each video, of a request that states the first."""
+        first = self.seed or 0
+        return range(first, first + self.num_videos)
 
     @property
     def negated(self) -> bool:
@@ -232,35 +204,9 @@ class Request:
         return any(group.negates(self) for group in self)
 
     @property
-    def prompts(self) -> tuple[str, ...]:
-        """The texts for the text encoder, in one batch: the prompt, then the negative one if a
-        branch uses it."""
-        return (self.positive, *([self.negative_prompt or ""] if self.negated else []))
-
-    @property
-    def whole_prompt(self) -> str:
-        """The prompt as it is or was rewritten, without those by time."""
-        return self.enhanced_prompt or self.prompt
-
-    @property
-    def positive(self) -> str:
-        """The text that the clip follows."""
-        whole = self.whole_prompt
-        relay = self[PromptsByTime].relay(whole) if self.has(PromptsByTime) else None
-        return relay.text if relay else whole
-
-    @property
-    def text(self) -> list[Stage]:
-        """The stages that read the prompts, and choose the clip's length where the model is to."""
-        return [
-            Text(self.prompts),
-            *([Duration(self.auto_duration, self.fps)] if self.auto_duration else []),
-        ]
-
-    @property
-    def noise(self) -> Noise:
-        prefix = self[Segments].prefix if self.has(Segments) else ""
-        return Noise(tuple(self.seeds), self.noise_in, prefix)
+    def border(self) -> tuple[int, int]:
+        """Columns and rows that are added to a given clip."""
+        return (0, 0)
 
     @property
     def files(self) -> list[Path]:
@@ -268,35 +214,23 @@ class Request:
         return [path for f, path in named_files(self) if f.metadata["flag"].file != "folder"]
 
     @property
-    def size_px(self) -> tuple[int, int]:
-        """Height and width of the clip; 0 of one that has sound alone."""
-        return (self.height, self.width) if self.has(Pixels) else (0, 0)
-
-    @property
-    def clip_frames(self) -> int:
-        """Number of frames of the clip that is written. Of a resolved request."""
-        return self[Segments].clip_frames(self) if self.in_segments else self.num_frames
-
-    @property
-    def clip_fps(self) -> Fraction:
-        return self.fps
-
-    @property
-    def image_frames(self) -> int:
-        """How many frames there are that an image can be given for."""
-        return self.clip_frames if self.has(Segments) else self.num_frames
+    def length(self) -> tuple[int | None, Fraction]:
+        """Number of frames, None if the model is to decide it, and rate; by a file that decides
+        them, if it is there. Raises InputError."""
+        found = (group.length(self) for group in reversed(list(self)))
+        return next(filter(None, found))
 
     @property
     def first_image(self) -> Path | None:
         """The image that prompt enhancement sees, if any."""
-        seen = (image.path for image in getattr(self, "images", ()) if not image.latent)
+        seen = (image.path for image in self.images if not image.latent)
         return next((path for path in seen if not is_exr(path)), None)
 
     @property
     def first_image_px(self) -> tuple[int, int] | None:
         """Width and height of the first image, from its header; None without one that is there, and
         with latents, which have a size. Raises InputError."""
-        images = getattr(self, "images", ())
+        images = self.images
         if not images or any(image.latent for image in images) or not images[0].path.is_file():
             return None
         return image_px(images[0].path)
@@ -304,22 +238,12 @@ class Request:
     @property
     def high_range(self) -> HighRange | None:
         """How the clip's files are, if it is in high dynamic range."""
-        return self[Hdr].high_range if self.has(Hdr) else None
+        return HighRange(self.hdr, transfer=self.hdr_transfer) if self.hdr else None
 
     @property
     def in_segments(self) -> bool:
-        """Whether the clip is made in several, which are kept in a folder."""
-        return self.has(Segments) and self[Segments].asked(self)
-
-    @property
-    def parts(self) -> list[SegmentFile]:
-        """The files of its segments. Of a resolved request in segments."""
-        return self[Segments].parts(self)
-
-    @property
-    def made(self) -> tuple[str, ...]:
-        """Beginnings of names of noise that no stage draws any more."""
-        return self[Segments].made(self) if self.in_segments else ()
+        """Whether the clip is made in several, which are kept in a folder. Raises InputError."""
+        return any(group.splits(self) for group in self)
 
     def kept_in(self: R, folder: Path) -> R:
         """The request with the folder of its segments, where it has any."""
@@ -337,157 +261,6 @@ class Request:
             found.scale if self.scale > 1 and found and not found.temporal else Fraction(self.scale)
         )
 
-    def geometry(self, model: ModelConfig, scale: Fraction | int = 1) -> Geometry:
-        """The latent grid of the clip at 1/scale of its width and height, rounded up."""
-        sides = (self.width, self.height) if self.has(Pixels) else (0, 0)
-        unit = model.video_vae.space_factor * self.factor(model).numerator
-        width, height = (int(-(-side // unit) * unit / Fraction(scale)) for side in sides)
-        step, frames = model.video_vae.time_factor, self.seen_frames
-        if self.has(SourceClip):
-            frames = -(-(frames - 1) // step) * step + 1
-        return Geometry.of(model, width, height, frames, self.fps)
-
-    @property
-    def seen_frames(self) -> int:
-        """Number of frames that the model makes at once, of a longer clip or of all of it."""
-        source = getattr(self, "source", None)
-        if source and source.window:
-            return len(source.window)
-        return self.segment_frames if self.in_segments else self.num_frames
-
-    @property
-    def length_by_sound(self) -> bool:
-        """Whether a file's sound, which has not been read, decides the length."""
-        return False
-
-    @property
-    def heard(self) -> bool:
-        """Whether the clip has sound: a silent file's, only if it is new. Of a resolved request."""
-        source = getattr(self, "source", None)
-        return self.audio and (source is None or source.info.has_sound or self.sound == "new")
-
-    @property
-    def keeps_sound(self) -> bool:
-        """Whether the clip keeps sound of the given file; without sound of its own it reads none."""
-        return self.audio and self.source.info.has_sound and self.sound in (None, "keep")
-
-    def measured(self: R) -> R:
-        """The request with a length that a file decides. Raises InputError."""
-        for group in self:
-            self = replace(self, **group.measured(self))
-        return self
-
-    def given_sound(self, model: ModelConfig) -> SourceSound | None:
-        """The sound of a file that all of the clip is made for. Of a resolved request."""
-        if not (self.has(SourceClip) and self.has(Segments) and self.keeps_sound):
-            return None
-        return self[SourceClip].sound(self, model, whole=True, sound=self.audio)
-
-    def inset(self, model: ModelConfig, geometry: Geometry | None = None) -> Inset | None:
-        """Place of the clip's pictures in those of the model, or of a stage at the size that is
-        written; None if they have one size."""
-        whole = (geometry or self.geometry(model)).size_px
-        size = self.size_px if geometry else (self.height, self.width)
-        given = self.has(SourceClip)
-        return Inset(size, whole, not given, self.mirrored) if size != whole else None
-
-    @property
-    def guidance(self) -> np.ndarray:
-        """f32[2, 4]: rows video and audio, columns cfg, stg, modality, rescale."""
-        return self[Scales].scales if self.is_guided else NEUTRAL
-
-    @property
-    def schedule(self) -> np.ndarray:
-        """f32[steps + 1], the noise levels of the first stage. Of a resolved request."""
-        return shifted_sigmas(self.steps) if self.is_guided else DISTILLED_SIGMAS
-
-    @property
-    def guiding(self) -> dict[str, Any]:
-        """Fields of the first stage if it is guided. Of a resolved request."""
-        if not self.is_guided:
-            return {}
-        assert self.steps and self.stg_blocks is not None, "the request is not resolved"
-        return {
-            "guidance": self.guidance,
-            "stg_blocks": self.stg_blocks,
-            "plan": self[Skips].plan(self.steps) if self.has(Skips) else None,
-            "interval": getattr(self, "guidance_interval", None),
-        }
-
-    def freshening(self, model: ModelConfig) -> dict[str, Any]:
-        """Fields of the first stage of a new clip in distilled steps, which add fresh noise with
-        LTX-2.5. Of a resolved request."""
-        if self.is_guided or not self.has(ByWeights):
-            return {}
-        return {"sampler": model.release.samplers[0]}
-
-    def denoise(
-        self, name: str, geometry: Geometry, options: ModelOptions, sigmas: np.ndarray,
-        loras: tuple[LoraSpec, ...],
-        given: Sequence[Conditioning] = (), kind: type[Denoise] = Denoise, **more: Any,
-    ) -> list[Stage]:  # fmt: skip
-        """One denoising stage, after the encoding of what its groups and `given` condition it on.
-        more: fields of `Denoise` in place of those of the groups; guidance: none by default."""
-        fields: dict[str, Any] = {"guidance": NEUTRAL, "rule": options.cross_timestep_rule}
-        own: tuple[Conditioning, ...] = ()
-        for group in self:
-            added = group.added(self, name, geometry)
-            own += added.pop("given", ())
-            fields |= added
-        fields |= {**more, "given": (*own, *given)}
-        before: list[Stage] = [GivenLatents(name, fields["given"])] if fields["given"] else []
-        return [*before, kind(name, geometry, sigmas, loras, self.noise, **fields)]
-
-    def denoise_once(
-        self, geometry: Geometry, options: ModelOptions, loras: Loras,
-        given: Sequence[Conditioning] = (), name: str = "stage1", level: float = 1.0, **more: Any,
-    ) -> list[Stage]:  # fmt: skip
-        """The only denoising stage, which makes the sound as well. level: of noise, from which it
-        starts. more: as of `denoise`."""
-        merged = (*loras.of("stage1"), *loras.extra)
-        how: dict[str, Any] = {"sound": True, **self.guiding, **more}
-        sigmas = from_level(self.schedule, level)
-        return self.denoise(name, geometry, options, sigmas, merged, given, **how)
-
-    def in_two_passes(
-        self, model: ModelConfig, options: ModelOptions, loras: Loras,
-        first: Mapping[str, Any] = NO_CHANGE, second: Mapping[str, Any] = NO_CHANGE,
-        sound: bool = True, **both: Any,
-    ) -> list[Stage]:  # fmt: skip
-        """All stages of a clip that is denoised at the first stage's size, upsampled, and denoised
-        at full size. User LoRAs are merged in their order, the distilled one last, into dev weights
-        in stage 2 alone where they are guided in stage 1. first, second: arguments of `denoise` in
-        place of these; both: of both. sound: whether there is any to decode."""
-        assert loras.distilled or self.takes_distilled != "needed", "the request is not resolved"
-        half, full = self.geometry(model, self.factor(model)), self.geometry(model)
-        early = loras.extra if self.takes_distilled == "optional" else ()
-        one: Any = {"sigmas": self.schedule, "loras": (*loras.of("stage1"), *early)}
-        one |= self.guiding | self.freshening(model)
-        two: Any = {"sigmas": STAGE2_SIGMAS, "loras": (*loras.of("stage2"), *loras.extra)}
-        return [
-            *self.text,
-            *self.denoise("stage1", half, options, **{**one, **both, **first}),
-            Upsample(half, self.num_videos, self.factor(model)),
-            *self.denoise("stage2", full, options, **{**two, **both, **second}),
-            *self.decoded(full, model, options, sound),
-        ]
-
-    def decoded(
-        self, geometry: Geometry, model: ModelConfig, options: ModelOptions, sound: bool = True
-    ) -> list[Stage]:
-        """The stages that make the clip of the last latents, and of the sound that a stage kept.
-        sound: whether there is any to decode."""
-        heard = sound and self.audio
-        how = model, options.vae_tiling, self.noise
-        draft = getattr(self, "quality", None) == "draft" and model.video_vae.decoder
-        asked = options.video_decoder or ("conv" if draft else None)
-        frames = decoding(asked, geometry, *how)
-        inset = self.inset(model, geometry)
-        made = pixel_frames(geometry.frames, geometry.time_factor)
-        over = made - self.seen_frames if self.has(SourceClip) else 0
-        stages: list[Stage] = [Sound(geometry, self.num_videos)] if heard else []
-        return [*stages, frames, *([Cut(made - over, inset)] if inset or over else [])]
-
 
 def samples_dev(type_: type[Request]) -> bool:
     """Whether the pipeline, if its user names it, is for dev weights."""
@@ -496,7 +269,7 @@ def samples_dev(type_: type[Request]) -> bool:
 
 def wanted_kind(request: Request, named: bool) -> str:
     """The kind of the weights to fetch for a request. named: the user names its pipeline."""
-    guided = getattr(request, "guided", None) and not request.has(ByWeights)
+    guided = request.guided and not request.has(ByWeights)
     guided = guided or (request.is_guided and (guiding(request) or request.unguided() is None))
     return "dev" if guided or (named and samples_dev(type(request))) else "distilled"
 
@@ -507,12 +280,12 @@ def is_distilled(options: ModelOptions, checkpoint: Checkpoint) -> bool:
     return known is not None and known.kind == "distilled"
 
 
-def fitted(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:
-    """The request resolved for the checkpoint, and in distilled steps where its weights are
-    distilled. Raises InputError, also for guidance of such weights."""
+def fitted(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Clip:
+    """The request resolved for the checkpoint, in distilled steps where its weights are distilled.
+    Raises InputError, also for guidance of such weights."""
     if is_distilled(options, checkpoint):
         request = _unguided(request, options, checkpoint)
-    return learnt(request, options, checkpoint).resolved(checkpoint.config)
+    return resolve(learnt(request, options, checkpoint), checkpoint.config)
 
 
 def learnt(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:
@@ -524,7 +297,7 @@ def learnt(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> R
 
 def _unguided(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:
     """Raises InputError for a request that needs dev weights."""
-    flag = "--guided" if getattr(request, "guided", None) else ""
+    flag = "--guided" if request.guided else ""
     flag = flag or (guiding(request) if request.is_guided else "")
     found = None if flag else request.unguided()
     if found is None:
@@ -542,7 +315,7 @@ def _unguided(request: Request, options: ModelOptions, checkpoint: Checkpoint) -
 def distilled_lora(
     request: Request, options: ModelOptions, checkpoint: Checkpoint
 ) -> LoraSpec | None:
-    """The distilled LoRA of a request that is `fitted`.
+    """The distilled LoRA of a request, of a clip that is `fitted`.
 
     Pipelines of distilled steps ("optional") merge it into dev weights, and into weights of unknown
     kind if one is near; a distilled transformer near dev weights takes its place, also where one is

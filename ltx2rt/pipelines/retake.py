@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -17,12 +17,14 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of, parse_seconds
 from ltx2rt.media.video import VideoInfo, is_light
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
+from ltx2rt.pipelines.build import Loras, decoded, denoise_once, text
+from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.images import Hdr
 from ltx2rt.pipelines.groups.sound import NewSound
 from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
 from ltx2rt.pipelines.groups.text import PromptsByTime
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.joined import Splice, WholeClip
 from ltx2rt.stages.stage import MODALITIES, Stage
@@ -73,15 +75,8 @@ class Retake(Request):
     )
 
     @property
-    def since_s(self) -> float:
-        """Time of the window's first frame."""
-        return float(self.source.taken.start / self.source.info.fps)
-
-    @property
     def region_s(self) -> tuple[float, float]:
-        assert self.start_time is not None and self.end_time is not None, (
-            "the request is not checked"
-        )
+        assert self.start_time is not None and self.end_time is not None, "`check` requires both"
         return self.start_time, self.end_time
 
     # --- checks -----------------------------------------------------------------------------------
@@ -108,18 +103,8 @@ class Retake(Request):
                 "--no-audio: with --keep video nothing would be made anew; leave one out"
             )
 
-    def resolved(self, model: ModelConfig) -> Any:
-        full = super().resolved(model)
-        for m, mask in full.masks(full.geometry(model)).items():
-            if not mask.any():
-                where = f"--start-time: {self.start_time:g} s"
-                raise InputError(
-                    f"{where} is after the last {m} token of {self.video_path}; start earlier"
-                )
-        return full
-
-    def restated(self, model: ModelConfig) -> dict[str, Any]:
-        path, info = self.video_path, self.source.info
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        path, info = self.video_path, draft.given.info
         length_s, end_s = float(info.num_frames / info.fps), max(self.region_s)
         if end_s >= length_s + 1 / info.fps:  # the end may be rounded up
             raise InputError(
@@ -129,83 +114,93 @@ class Retake(Request):
             raise InputError("--sound: new, but --keep audio keeps the file's; leave one out")
         if self.keep == "audio" and not info.has_sound:
             raise InputError(f"--keep: audio, but {path} has no sound; leave it out")
-        window = self.source.window or seen_window(info, self.region_s, model)
-        return {"source": replace(self.source, window=window)}
+        draft.source = replace(draft.given, window=seen_window(info, self.region_s, model))
 
-    @property
-    def keeps_sound(self) -> bool:
-        """With --no-audio, too, where new pictures are made for the file's sound."""
-        return self.keep == "audio" or super().keeps_sound
+    def completed(self, clip: Clip, model: ModelConfig) -> Clip:
+        for m, mask in self.masks(clip, clip.geometry(model)).items():
+            if not mask.any():
+                where = f"--start-time: {self.start_time:g} s"
+                raise InputError(
+                    f"{where} is after the last {m} token of {self.video_path}; start earlier"
+                )
+        return clip
 
     # --- what is made -----------------------------------------------------------------------------
 
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        return (self.keep,) if self.keep else ()
+    def keeps_sound(self, clip: Clip) -> bool:
+        """Whether sound of the file is kept, even with --no-audio if new pictures are made for it."""
+        return self.keep == "audio" or clip.keeps_sound
 
-    def masks(self, geometry: Geometry) -> dict[str, np.ndarray]:
+    def masks(self, clip: Clip, geometry: Geometry) -> dict[str, np.ndarray]:
         """f32[T] of each modality made in part: 1 where a token overlaps the region."""
-        start, end = (np.float32(time_s - self.since_s) for time_s in self.region_s)
+        start, end = (np.float32(time_s - since_s(clip)) for time_s in self.region_s)
         bounds = {"video": video_positions(geometry)[0], "audio": audio_positions(geometry)[0]}
-        given = {"video": True, "audio": self.keeps_sound}
+        given = {"video": True, "audio": self.keeps_sound(clip)}
         return {
             m: ((time[:, 1] > start) & (time[:, 0] < end)).astype(np.float32)
             for m, time in bounds.items()
-            if given[m] and m not in self.frozen
+            if given[m] and m != self.keep
         }
 
-    def made_anew(self, geometry: Geometry) -> tuple[range, tuple[float, float]]:
+    def made_anew(self, clip: Clip, geometry: Geometry) -> tuple[range, tuple[float, float]]:
         """The file's frames, and the seconds of its sound, that the new tokens cover; the last
         audio token lasts until the clip's end. Sound that is made whole is not counted."""
-        g, masks = geometry, self.masks(geometry)
+        g, masks = geometry, self.masks(clip, geometry)
         frames, sound_s = range(0), (0.0, 0.0)
         if "video" in masks:
             latents = np.flatnonzero(masks["video"].reshape(g.frames, -1)[:, 0])
             stop = pixel_frames(int(latents[-1]) + 1, g.time_factor)
             frames = range(max(pixel_frames(int(latents[0]), g.time_factor), 0), stop)
-            first = self.source.taken.start
-            frames = range(frames.start + first, min(frames.stop + first, self.num_frames))
+            first = clip.given.taken.start
+            frames = range(frames.start + first, min(frames.stop + first, clip.num_frames))
         if "audio" in masks:
             start, end = audio_positions(g)[0][masks["audio"] > 0].ravel()[[0, -1]].tolist()
-            end = end if masks["audio"][-1] == 0 else float(self.seen_frames / g.fps)
-            sound_s = start + self.since_s, end + self.since_s
+            end = end if masks["audio"][-1] == 0 else float(clip.seen_frames / g.fps)
+            sound_s = start + since_s(clip), end + since_s(clip)
         return frames, sound_s
 
-    def remarks(self, model: ModelConfig) -> Iterator[str]:
-        frames, (start, end) = self.made_anew(self.geometry(model))
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        frames, (start, end) = self.made_anew(clip, clip.geometry(model))
         parts = (
-            [f"frames {frames.start} to {frames.stop - 1} of {self.num_frames}"] if frames else []
+            [f"frames {frames.start} to {frames.stop - 1} of {clip.num_frames}"] if frames else []
         )
         parts += [f"sound from {start:.2f} to {end:.2f} s"] if end else []
-        parts += ["all of the sound"] if self.audio and self.sound == "new" else []
+        parts += ["all of the sound"] if clip.audio and self.sound == "new" else []
         yield f"regenerated: {', '.join(parts)}"
-        if window := self.source.window:
-            seen = f"frames {window.start} to {window.stop - 1} of {self.num_frames}"
+        if window := clip.given.window:
+            seen = f"frames {window.start} to {window.stop - 1} of {clip.num_frames}"
             yield f"the model sees {seen}; all others are the file's own"
-        yield from super().remarks(model)
+        yield from super().remarks(clip, model)
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        full, clip = self.geometry(model), self[SourceClip]
-        video = clip.video(self, model, options, space=self.hdr)
-        sound = clip.sound(self, model, num_videos=1, sound=False)
-        kept = {"masks": self.masks(full), "frozen": self.frozen}
-        heard = self.keeps_sound or self.sound == "new"
-        spliced, window = [], self.source.window
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
+        full, given, source = clip.geometry(model), self[SourceClip], clip.given
+        video = given.video(clip, model, options, space=self.hdr)
+        sound = given.sound(clip, model, num_videos=1, sound=False)
+        kept = {"masks": self.masks(clip, full), "frozen": (self.keep,) if self.keep else ()}
+        keeps_sound = self.keeps_sound(clip)
+        spliced, window = [], source.window
         if self.keep_source or window:
-            frames, seconds = self.made_anew(full)
+            frames, seconds = self.made_anew(clip, full)
             if window and not self.keep_source:
-                frames, end = window, window.stop / self.fps
-                seconds = self.since_s, float(end)
-            whole = WholeClip(replace(self.source, window=None))
-            spliced = [Splice(video, whole, self.keeps_sound, frames, seconds)]
+                frames, end = window, window.stop / clip.fps
+                seconds = since_s(clip), float(end)
+            whole = WholeClip(replace(source, window=None))
+            spliced = [Splice(video, whole, keeps_sound, frames, seconds)]
         return [
             video,
-            *([sound] if self.keeps_sound else []),
-            *self.text,
-            *self.denoise_once(full, options, loras, **kept),
-            *self.decoded(full, model, options, sound=heard),
+            *([sound] if keeps_sound else []),
+            *text(clip),
+            *denoise_once(clip, full, options, loras, **kept),
+            *decoded(clip, full, model, options, sound=keeps_sound or self.sound == "new"),
             *spliced,
         ]
+
+
+def since_s(clip: Clip) -> float:
+    """Time of the first frame that the model sees."""
+    return float(clip.given.taken.start / clip.given.info.fps)
 
 
 def seen_window(info: VideoInfo, region_s: tuple[float, float], model: ModelConfig) -> range | None:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.pipelines.build import Loras, denoise_once, freshening, text
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups import RUN
 from ltx2rt.pipelines.groups.guidance import ByWeights, Nag, SoundScales
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.groups.sound import SoundToFollow, Voice
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt, Prompt
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
@@ -38,12 +40,14 @@ class TextToAudio(Request):
         Skips(), Interval(), SoundScales(), Nag(), ByWeights(),
     )  # fmt: skip
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        sound = self.geometry(model)
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
+        sound, how = clip.geometry(model), freshening(clip, model)
         return [
-            *self.text,
-            *self.denoise_once(sound, options, loras, streams=("audio",), **self.freshening(model)),
-            Sound(sound, self.num_videos),
+            *text(clip),
+            *denoise_once(clip, sound, options, loras, streams=("audio",), **how),
+            Sound(sound, len(clip.seeds)),
         ]
 
 

@@ -8,13 +8,15 @@ hears.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
+from ltx2rt.pipelines.build import Loras, decoded, denoise_once, text
+from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import NAGGED, RUN
 from ltx2rt.pipelines.groups.group import refuse_beside
 from ltx2rt.pipelines.groups.reference import ReferenceClip
@@ -22,7 +24,7 @@ from ltx2rt.pipelines.groups.size import check_step
 from ltx2rt.pipelines.groups.sound import Sounding
 from ltx2rt.pipelines.groups.source_clip import FileSize
 from ltx2rt.pipelines.groups.text import Prompt, PromptsByTime
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.stage import Stage
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -50,12 +52,12 @@ class Enlarged(ReferenceClip):
     def given(self) -> Path | None:
         return self.upscale or self.video_path
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         refuse_beside(upscale=self.upscale, video_path=self.video_path)
         super().check(request)
 
     def from_options(
-        self, request: Any, options: ModelOptions, checkpoint: Checkpoint
+        self, request: Request, options: ModelOptions, checkpoint: Checkpoint
     ) -> dict[str, Any]:
         fields = super().from_options(request, options, checkpoint)
         path = fields["learnt"][0].path
@@ -67,20 +69,21 @@ class Enlarged(ReferenceClip):
             raise InputError(f"--lora: {path} {wrong}; pass a pixel spatial upscaler")
         return fields
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        yield from super().remarks(request, model)
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        yield from super().remarks(clip, model)
         for lora in self.learnt:
             if FACTORS[0] not in TensorFile(lora.path).metadata:
                 yield f"{lora.path} states no {FACTORS[0]}: {self.larger} is taken"
 
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        asked = {side: getattr(request, side) for side in ("width", "height")}
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        asked = {"width": draft.request.width, "height": draft.request.height}
         for side, px in asked.items():
             if px:
                 check_step(f"--{side}", px, self.larger, 0, "px", f"divisible by {self.larger}")
-        small = {side: px and px // self.larger for side, px in asked.items()}
-        facts = super().restated(replace(request, **small), model)
-        return facts | {side: facts[side] * self.larger for side in asked}
+        draft.fill(**{side: px and px // self.larger for side, px in asked.items()})
+        super().into(draft, model)
+        width, height = draft.request.width, draft.request.height
+        draft.fill(width=width * self.larger, height=height * self.larger)
 
 
 class Upscale(Request):
@@ -89,16 +92,18 @@ class Upscale(Request):
     task = "Make a clip larger"
     example = "--upscale clip.mp4"
     distilled = "optional"
-    sound: ClassVar[str] = "keep"
+    sound = "keep"
     groups = (Prompt(), Enlarged(larger=2), *RUN, FileSize(), PromptsByTime(), Sounding(), *NAGGED)
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
-        full, clip = self.geometry(model), self[ReferenceClip]
-        heard = [clip.sound(self, model)] if self.keeps_sound else []
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
+        full, given = clip.geometry(model), self[ReferenceClip]
+        heard = [given.sound(clip, model)] if clip.keeps_sound else []
         how: dict[str, Any] = {"frozen": ("audio",)} if heard else {"streams": ("video",)}
-        given = (clip.seen(self, 0, model, options, loras),)
-        made = self.denoise_once(full, options, loras, given, **how | {"sound": False})
-        return [*heard, *self.text, *made, *self.decoded(full, model, options, sound=False)]
+        seen = (given.seen(clip, 0, model, options, loras),)
+        made = denoise_once(clip, full, options, loras, seen, **how | {"sound": False})
+        return [*heard, *text(clip), *made, *decoded(clip, full, model, options, sound=False)]
 
 
 PIPELINE = Upscale

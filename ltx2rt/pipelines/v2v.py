@@ -14,6 +14,8 @@ from typing import Any
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
+from ltx2rt.pipelines.build import Loras, decoded, denoise_once, text
+from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import FROM_CLIP
 from ltx2rt.pipelines.groups.guidance import ByChoice, Guidance, Nag
 from ltx2rt.pipelines.groups.images import Images
@@ -21,7 +23,7 @@ from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.pipelines.groups.steps import Interval, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt, PromptsByTime
-from ltx2rt.pipelines.request import Loras, Request
+from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.schedule import from_level
 from ltx2rt.stages.stage import Stage
@@ -50,8 +52,8 @@ class VideoToVideo(Request):
         choices=("keep", "noise", "new"),
     )
 
-    def restated(self, model: ModelConfig) -> dict[str, Any]:
-        if self.sound == "noise" and not self.source.info.has_sound:
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        if self.sound == "noise" and not draft.given.info.has_sound:
             raise InputError(
                 f"--sound: noise, but {self.video_path} has no sound; leave it out, or write new"
             )
@@ -60,35 +62,37 @@ class VideoToVideo(Request):
                 f"--num-videos: {self.num_videos}, but new sound is made for one; run it for each "
                 "seed"
             )
-        return {"sound": self.sound or "keep"}
+        draft.fill(sound=self.sound or "keep")
 
-    def remarks(self, model: ModelConfig) -> Iterator[str]:
-        steps = len(self.schedule) - 1
-        left = len(from_level(self.schedule, self.noise_level)) - 1
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        steps = len(clip.schedule) - 1
+        left = len(from_level(clip.schedule, self.noise_level)) - 1
         from_there = f"{left} of {steps} steps from noise level {self.noise_level:g} on"
         yield f"{from_there}, a strength of {left / steps:.2g} in diffusers"
-        yield from super().remarks(model)
+        yield from super().remarks(clip, model)
         if self.sound == "new":
             yield f"sound is made first, in {steps} steps, for the file's own pictures"
 
-    def stages(self, model: ModelConfig, options: ModelOptions, loras: Loras) -> list[Stage]:
+    def stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
+    ) -> list[Stage]:
         """Makes new sound first, for the file's pictures, by all steps of the schedule."""
-        full, clip = self.geometry(model), self[SourceClip]
-        silent = self.sound == "keep" and not self.keeps_sound
-        stages: list[Stage] = [clip.video(self, model, options)]
+        full, given = clip.geometry(model), self[SourceClip]
+        silent = self.sound == "keep" and not clip.keeps_sound
+        stages: list[Stage] = [given.video(clip, model, options)]
         if self.sound != "new" and not silent:
-            stages += [clip.sound(self, model, sound=self.audio and self.sound == "keep")]
-        stages += self.text
+            stages += [given.sound(clip, model, sound=clip.audio and self.sound == "keep")]
+        stages += text(clip)
         if self.sound == "new":
-            bare = replace(self, images=(), latents_in=None)
-            stages += bare.denoise_once(full, options, loras, name="sound", frozen=("video",))
+            bare = replace(clip, images=())
+            stages += denoise_once(bare, full, options, loras, name="sound", frozen=("video",))
         mixed = ("video", "audio") if self.sound == "noise" else ("video",)
         frozen = () if self.sound == "noise" else ("audio",)
         level: dict[str, Any] = {"level": self.noise_level, "mixed": mixed, "frozen": frozen}
         if silent:
             level |= {"frozen": (), "streams": ("video",)}
-        stages += self.denoise_once(full, options, loras, sound=self.sound == "noise", **level)
-        return [*stages, *self.decoded(full, model, options, sound=self.sound != "keep")]
+        stages += denoise_once(clip, full, options, loras, sound=self.sound == "noise", **level)
+        return [*stages, *decoded(clip, full, model, options, sound=self.sound != "keep")]
 
 
 PIPELINE = VideoToVideo

@@ -26,14 +26,14 @@ LAST, READ_BYTES, MOST_BYTES = 3, 2**16, 2**20
 
 def alike(session: Session, plan: Plan, warm: bool) -> list[Any]:
     """The facts that runs of about the same time share."""
-    request, options, backend = plan.request, session.options, session.backend
-    steps = getattr(request, "steps", None)
+    clip, options, backend = plan.clip, session.options, session.backend
     how = [options.backend, str(session.dtype), str(options.weights_dtype), options.memory, warm]
     where = [backend.device().name, dict(backend.mesh), str(session.checkpoint.path.resolve())]
-    clip = [list(request.size_px), request.clip_frames, steps, len(request.seeds)]
+    steps = clip.guiding and clip.guiding.steps
+    made = [list(clip.size_px), clip.clip_frames, steps, len(clip.seeds)]
     kept = [options.compile, options.max_memory, options.lora_mode, len(plan.loras.user)]
     kept += [options.attention] * (options.attention != "auto")
-    return [request.name, *where, *clip, *how, *kept]
+    return [clip.request.name, *where, *made, *how, *kept]
 
 
 def expected(file: Path, key: list[Any]) -> str | None:

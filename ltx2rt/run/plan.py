@@ -1,4 +1,4 @@
-"""The plan of a run: a resolved request with its stages. Everything that can be refused is refused
+"""The plan of a run: a clip with its stages. Everything that can be refused is refused
 here, before a weight is read."""
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.output import check_encoders, check_hdr
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request, pipelines
+from ltx2rt.pipelines.build import Loras
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
-from ltx2rt.pipelines.groups.size import Length
-from ltx2rt.pipelines.request import Loras, Request, distilled_lora, fitted
+from ltx2rt.pipelines.groups.segments import made_of
+from ltx2rt.pipelines.request import Request, distilled_lora, fitted
 from ltx2rt.run.files import Files
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import NO_LORA, DistilledWeights, LoraSpec, ModelOptions, PlannedLora
@@ -39,11 +41,11 @@ from ltx2rt.weights.trained import remarks
 
 @dataclass(frozen=True)
 class Plan:
-    """A resolved request, its stages, the LoRAs, and their merges by stage. weights: a sentence
+    """A clip, its stages, the LoRAs, and their merges by stage. weights: a sentence
     about what the kind of the weights decides. trained: sentences about LoRAs that `train run`
     made or that are left out, and of stages."""
 
-    request: Request
+    clip: Clip
     stages: tuple[Stage, ...]
     loras: Loras
     merges: dict[str, list[Merge]]
@@ -75,15 +77,14 @@ class Plan:
 
 def prepared(
     options: ModelOptions, request: Request, files: Files | None = None
-) -> tuple[Checkpoint, Request]:
-    """The opened checkpoint and the resolved request, once everything is checked that needs no
-    framework. files: those of a clip, if one is written. The request has a seed. Raises
-    InputError."""
+) -> tuple[Checkpoint, Clip]:
+    """The opened checkpoint and the clip, once everything is checked that needs no framework. files:
+    those of a clip, if one is written. The request has a seed. Raises InputError."""
     options.check()
     request.check()
     request.check_options(options)
     request.check_files()
-    length = request[Length].stated(request) if request.has(Length) else request.num_frames
+    length, _ = request.length
     files = files or Files()
     transfer = request.high_range.transfer if request.high_range else None
     files.check(request.seeds, [*options.files, *request.files], length)
@@ -92,21 +93,25 @@ def prepared(
     checkpoint = opened_checkpoint(options)
     files.check(request.seeds, checkpoint.files, length)
     check_enhancing(request, checkpoint)
-    request = fitted(request, options, checkpoint)
-    distilled_lora(request, options, checkpoint)
+    clip = fitted(request, options, checkpoint)
+    distilled_lora(clip.request, options, checkpoint)
     for output in files.outputs:  # last: its import takes as long as all the rest
         check_encoders(output, transfer)
-    return checkpoint, request
+    return checkpoint, clip
 
 
-Resolved = tuple[Request, Loras, tuple[Stage, ...]]
+Resolved = tuple[Clip, Loras, tuple[Stage, ...]]
 
 
-def resolved(checkpoint: Checkpoint, options: ModelOptions, request: Request) -> Resolved:
-    """The request against the model, its LoRAs and its stages. Raises InputError."""
-    request.check_options(options)
-    request.check_files()
-    request = fitted(request, options, checkpoint)
+def resolved(checkpoint: Checkpoint, options: ModelOptions, asked: Request | Clip) -> Resolved:
+    """The clip of a request, unless it is one, its LoRAs and its stages. Raises InputError."""
+    if isinstance(asked, Clip):
+        clip = asked
+    else:
+        asked.check_options(options)
+        asked.check_files()
+        clip = fitted(asked, options, checkpoint)
+    request = clip.request
     distilled = distilled_lora(request, options, checkpoint)
     if distilled and not isinstance(distilled, DistilledWeights):
         distilled = _planned(distilled)
@@ -119,9 +124,9 @@ def resolved(checkpoint: Checkpoint, options: ModelOptions, request: Request) ->
     loras = Loras(user, distilled, text, idle)
     stages = [
         replace(stage, loras=text) if isinstance(stage, Text) else stage
-        for stage in request.all_stages(checkpoint.config, options, loras)
+        for stage in clip.stages(checkpoint.config, options, loras)
     ]
-    return request, loras, tuple(stages)
+    return clip, loras, tuple(stages)
 
 
 def _idle(
@@ -147,9 +152,9 @@ def _planned(lora: LoraSpec, beside: bool = False) -> PlannedLora:
 
 
 def resolved_stages(
-    checkpoint: Checkpoint, options: ModelOptions, request: Request
+    checkpoint: Checkpoint, options: ModelOptions, asked: Request | Clip
 ) -> tuple[Stage, ...]:
-    return resolved(checkpoint, options, request)[2]
+    return resolved(checkpoint, options, asked)[2]
 
 
 def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, ...]:
@@ -160,26 +165,26 @@ def usual_stages(checkpoint: Checkpoint, options: ModelOptions) -> tuple[Stage, 
     return ()
 
 
-def make_plan(session: Session, request: Request) -> Plan:
-    """Resolve the request and check all that headers tell but memory. Raises InputError."""
-    return checked(session, resolved(session.checkpoint, session.options, request))
+def make_plan(session: Session, asked: Request | Clip) -> Plan:
+    """Make a clip of a request, and check all that headers tell but memory. Raises InputError."""
+    return checked(session, resolved(session.checkpoint, session.options, asked))
 
 
 def checked(session: Session, found: Resolved) -> Plan:
     """The plan of what `resolved` found. Raises InputError."""
-    request, loras, asked = found
+    clip, loras, asked = found
     stages = tuple(stage.within(session) for stage in asked)
     for stage in stages:
         stage.check(session)
     merges = session.audit(stages)
     draws = [draw for stage in stages for draw in stage.draws(session.config).items()]
-    _check_noise(request.noise_in, draws, request.made)
+    _check_noise(clip.noise.file, draws, made_of(clip))
     trained = [line for lora in loras.user for line in remarks(lora.path, session.checkpoint)]
     left = "a distilled LoRA, left out: distilled weights are those with it merged"
     trained += [f"{lora.path}: {left}" for lora in loras.idle]
     trained += [stage.remark for stage in stages if isinstance(stage, Frames) and stage.remark]
-    said = _decided(session, request, loras.distilled, stages)
-    return Plan(request, stages, loras, merges, said, tuple(trained))
+    said = _decided(session, clip.request, loras.distilled, stages)
+    return Plan(clip, stages, loras, merges, said, tuple(trained))
 
 
 def _decided(
@@ -206,22 +211,19 @@ def _decided(
     return f"{request.name}: {how}{'' if options.distilled_lora else f'; {advice}'}"
 
 
-def make_enhanced_plan(session: Session, request: Request) -> Plan:
+def make_enhanced_plan(session: Session, asked: Request | Clip) -> Plan:
     """Like `make_plan`, but expands the prompt first if asked to, after all checks but memory."""
-    check_enhancing(request, session.checkpoint)
-    plan = make_plan(session, request)
-    enhanced = with_enhanced_prompt(plan.request, session.checkpoint, session.options)
-    return plan if enhanced is plan.request else make_plan(session, enhanced)
+    check_enhancing(asked.request if isinstance(asked, Clip) else asked, session.checkpoint)
+    plan = make_plan(session, asked)
+    if not to_enhance(plan.clip.request):
+        return plan
+    text = enhanced_prompt(plan.clip.request, session.checkpoint, session.options)
+    return make_plan(session, plan.clip.rewritten(text))
 
 
-def with_enhanced_prompt(
-    request: Request, checkpoint: Checkpoint, options: ModelOptions
-) -> Request:
-    """The request, which has a seed, with its `enhanced_prompt` if it asks for one."""
-    if not to_enhance(request):
-        return request
+def enhanced_prompt(request: Request, checkpoint: Checkpoint, options: ModelOptions) -> str:
+    """The prompt as the text encoder, or --prompt-enhancer, rewrites it. The request has a seed."""
     seed = request.seed if request.enhance_seed is None else request.enhance_seed
-    assert seed is not None, "the request is not resolved"
     note("Gemma writes the prompt out ...", prefix="")
     on_gpu = get_factory(options.backend).process_per_device and options.device != "cpu"
     enhancer = Enhancer.of(checkpoint, request.prompt_enhancer, options.loras)
@@ -229,7 +231,7 @@ def with_enhanced_prompt(
         enhancer, request.prompt, request.first_image, seed, options.dtype or "auto", on_gpu
     )
     note(f"enhanced prompt: {text}", prefix="")
-    return replace(request, enhanced_prompt=text)
+    return text
 
 
 def to_enhance(request: Request) -> bool:

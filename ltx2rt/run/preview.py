@@ -129,7 +129,7 @@ def previewing(
 ) -> Iterator[Look | None]:
     """Show the run in a file, to a function, or for None in a picture next to a file, which is removed
     in the end. Raises InputError."""
-    name, once = plan.request.name, to is None and session.backend.agree(beside is not None)
+    name, once = plan.clip.request.name, to is None and session.backend.agree(beside is not None)
     if to == NO_PREVIEW or not (to or once):
         yield None
         return
@@ -147,7 +147,7 @@ def previewing(
         yield looking(session, projection, to)
         return
     path = to or free_name(beside or Path(name))
-    preview = Preview(path, plan.request.clip_fps / session.config.video_vae.time_factor, once)
+    preview = Preview(path, plan.clip.clip_fps / session.config.video_vae.time_factor, once)
     if once and session.backend.is_main:
         more = "removed in the end; --preview FILE keeps one, --preview none makes none"
         note(f"preview: {path} ({more})", prefix="")

@@ -17,8 +17,8 @@ from ltx2rt.media.hdr import HighRange
 from ltx2rt.media.mp4 import FollowedClip
 from ltx2rt.media.output import FileState, container_of, signals, state_of, write_clip
 from ltx2rt.media.provenance import copy_mark
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.ic_lora import hdr_log
-from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import Plan
 from ltx2rt.run.report import labels
@@ -29,14 +29,13 @@ STREAM, CLIP = "stream.mp4", "clip"  # beside the segments
 POLL_S = 0.1
 
 
-def high_range(session: Session, request: Request) -> HighRange | None:
-    """How the files of the request's clip are, if it is in high dynamic range."""
-    return high_range_of(request, (lora.path for lora in session.options.loras))
+def high_range(session: Session, clip: Clip) -> HighRange | None:
+    """How the files of the clip are, if it is in high dynamic range."""
+    return with_log(clip.hdr, (lora.path for lora in session.options.loras))
 
 
-def high_range_of(request: Request, loras: Iterable[Path]) -> HighRange | None:
-    """As `high_range`; loras: their files."""
-    how = request.high_range
+def with_log(how: HighRange | None, loras: Iterable[Path]) -> HighRange | None:
+    """loras: files, whose headers may say what codes the model makes."""
     return how and replace(how, log=hdr_log(loras, how.log))
 
 
@@ -113,12 +112,12 @@ def recording(
     session: Session, plan: Plan, folder: Path, output: Path, marks: Marks
 ) -> Iterator[GrowingClip | None]:
     """Encode the plan's clip in segments meanwhile; None if it is neither MP4 nor MOV."""
-    request: Any = plan.request
-    hdr = high_range(session, request)
+    made = plan.clip
+    hdr = high_range(session, made)
     container = container_of(output, hdr.transfer if hdr else None)
-    given = request.given_sound(session.config)
+    given = made.whole_sound(session.config)
     rate = given.read[1] if given else session.config.vocoder.sample_rate
-    rate = rate if request.audio else None
+    rate = rate if made.audio else None
     if (
         container is None
         or container.format == "webm"
@@ -130,12 +129,12 @@ def recording(
         folder / f"{CLIP}{output.suffix}",
         folder / STREAM,
         container,
-        fps=request.clip_fps,
+        fps=made.clip_fps,
         sample_rate=rate,
-        **labels(session, request, 0, marks),
+        **labels(session, made, 0, marks),
     )
-    made = GrowingClip(request.parts, clip, output, hdr)
+    growing = GrowingClip(made.parts, clip, output, hdr)
     try:
-        yield made
+        yield growing
     finally:
-        made.stop()
+        growing.stop()

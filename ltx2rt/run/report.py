@@ -14,7 +14,7 @@ import numpy as np
 from ltx2rt.backend import Backend
 from ltx2rt.flags import named_files
 from ltx2rt.media.provenance import Origin, now
-from ltx2rt.pipelines.request import Request
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import Plan
 from ltx2rt.session.options import plain
@@ -29,8 +29,8 @@ def report_of(
 ) -> dict[str, Any]:
     """The dict of `--report`, once the frames are taken."""
     return watch.report(
-        seed=plan.request.seed,
-        settings=plan.request.settings() | {"options": plain(session.asked)},
+        seed=plan.clip.seeds[0],
+        settings=plan.clip.request.settings() | {"options": plain(session.asked)},
         programs_built=programs_built,
         loaded_bytes=loaded_bytes,
         peak_bytes=session.backend.peak_bytes(),
@@ -67,7 +67,7 @@ def written(session: Session, plan: Plan) -> dict[str, str]:
     """Size and time of every file of the plan, by name: digests skip some bytes."""
     places = {source.where for source in session.checkpoint.sources.values()}
     loras = (*plan.loras.user, plan.loras.distilled)
-    places |= {*plan.request.files, *(lora.path for lora in loras if lora)}
+    places |= {*plan.clip.request.files, *(lora.path for lora in loras if lora)}
     found = {}
     for file in sorted(file for place in places for file in files_of(place)):
         status = file.stat()
@@ -79,16 +79,17 @@ def written(session: Session, plan: Plan) -> dict[str, str]:
 SHOWN = ("image", "video", "sound")  # kinds of files that a manifest lists
 
 
-def labels(session: Session, request: Request, video: int, marks: Marks) -> dict[str, Any]:
+def labels(session: Session, clip: Clip, video: int, marks: Marks) -> dict[str, Any]:
     """The keywords `comment`, `pixel_aspect`, `colours` and `origin` of `write_clip`."""
-    about = comment(session, request, video)
+    about = comment(session, clip, video)
     label: dict[str, Any] = {"comment": about if marks.metadata else None}
-    if source := getattr(request, "source", None):
-        label |= {"pixel_aspect": source.info.pixel_aspect, "colours": source.info.colours}
+    if clip.source:
+        info = clip.source.info
+        label |= {"pixel_aspect": info.pixel_aspect, "colours": info.colours}
     if not marks.provenance:
         return label
     files: dict[bool, list[Path]] = {False: [], True: []}
-    for f, path in named_files(request):
+    for f, path in named_files(clip.request):
         if f.metadata["flag"].file in SHOWN and path.is_file():
             files[f.metadata["flag"].kept].append(path)
     time, model = now(), about["model"]
@@ -104,14 +105,14 @@ def labels(session: Session, request: Request, video: int, marks: Marks) -> dict
     return label
 
 
-def comment(session: Session, request: Request, video: int) -> dict[str, Any]:
+def comment(session: Session, clip: Clip, video: int) -> dict[str, Any]:
     """The clip's metadata: prompt, seed, model, versions and every setting; files by name alone."""
     checkpoint = session.checkpoint
     about = {"layout": checkpoint.layout, "generation": checkpoint.config.release.name}
     return {
-        "prompt": request.prompt,
-        "seed": request.seeds[video],
+        "prompt": clip.request.prompt,
+        "seed": clip.seeds[video],
         "model": model_of(session) | about,
         "versions": versions(session.backend),
-        "settings": request.settings(named) | {"options": options_of(session)},
+        "settings": clip.request.settings(named) | {"options": options_of(session)},
     }

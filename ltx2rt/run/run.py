@@ -18,6 +18,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import Sound, to_rgb8
 from ltx2rt.media.output import FileState, write_clips
 from ltx2rt.notes import note
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Marks
 from ltx2rt.run.plan import Plan, make_enhanced_plan, make_plan
@@ -33,14 +34,14 @@ MARKED = Marks()
 
 
 class Run:
-    """One request on a session. Its plan is checked and fits the device; `make` runs it, `save` and
+    """One clip on a session. Its plan is checked and fits the device; `make` runs it, `save` and
     `pictures` take the frames. warm: it runs with `warmup`. marks: of its files. Raises
     InputError."""
 
     def __init__(
-        self, session: Session, request: Request, warm: bool = False, marks: Marks = MARKED
+        self, session: Session, asked: Request | Clip, warm: bool = False, marks: Marks = MARKED
     ):
-        self.session, self.plan, self.marks = session, make_enhanced_plan(session, request), marks
+        self.session, self.plan, self.marks = session, make_enhanced_plan(session, asked), marks
         session.require_memory(self.plan.stages, warm=warm)
         self.recorded: GrowingClip | None = None
         self.folder: Path | None = None
@@ -48,8 +49,8 @@ class Run:
         self.state = State()
 
     @property
-    def request(self) -> Request:
-        return self.plan.request
+    def clip(self) -> Clip:
+        return self.plan.clip
 
     @property
     def is_main(self) -> bool:
@@ -74,9 +75,9 @@ class Run:
                 during.enter_context(held)
                 claim = claimed(self.session, self.plan, folder, own)
                 self.claim = partial(during.enter_context, claim)
-                if self.request.in_segments or folder.exists():
+                if self.clip.segments or folder.exists():
                     self.claim()
-                if output and self.request.in_segments:
+                if output and self.clip.segments:
                     clip = recording(self.session, self.plan, folder, output, self.marks)
                     self.recorded = during.enter_context(clip)
             yield
@@ -85,7 +86,7 @@ class Run:
         """Run up to the frames, once the length is known. how: as `produce` takes it."""
         self.plan = timed(self.session, self.plan, stream)
         kept: dict[str, Any] = {"folder": self.folder, "claim": self.claim}
-        if self.request.in_segments and (origin := self.labels().get("origin")):
+        if self.clip.segments and (origin := self.labels().get("origin")):
             kept["origin"] = replace(origin, signature=None)  # the whole clip is signed
         made = produce(self.session, self.plan, stream=stream, kept=kept, **how)
         self.state, self.watch, self.report = made
@@ -110,11 +111,11 @@ class Run:
 
     def comment(self, number: int = 0) -> dict[str, Any]:
         """The metadata of the file of a video."""
-        return comment(self.session, self.request, number)
+        return comment(self.session, self.clip, number)
 
     def labels(self, number: int = 0) -> dict[str, Any]:
         """The comment and the origin in the file of a video, as `write_clip` takes them."""
-        return labels(self.session, self.request, number, self.marks)
+        return labels(self.session, self.clip, number, self.marks)
 
     def save(
         self, number: int, paths: Sequence[Path], frames: Iterator[np.ndarray] | None = None
@@ -124,12 +125,12 @@ class Run:
         return write_clips(
             paths,
             frames if frames is not None else next(self.state.frames, iter(())),
-            num_frames=self.request.clip_frames,
-            fps=self.request.clip_fps,
+            num_frames=self.clip.clip_frames,
+            fps=self.clip.clip_fps,
             waveform=self.waveform(number),
             sample_rate=self.sample_rate,
             **self.labels(number),
-            hdr=high_range(self.session, self.request),
+            hdr=high_range(self.session, self.clip),
         )
 
 
@@ -155,7 +156,7 @@ def run_stages(session: Session, plan: Plan, watch: Stopwatch, state: State) -> 
 def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
     """Plan again for the length that the model predicts for the prompt, if it is to; the first plan
     assumed the longest. The session remembers the encoded prompt."""
-    if plan.request.auto_duration is None:
+    if plan.clip.request.auto_duration is None:
         return plan
     state, watch = State(), Stopwatch(stream, synchronize=session.backend.synchronize)
     last = next(i for i, stage in enumerate(plan.stages) if LENGTH in stage.makes)
@@ -163,9 +164,9 @@ def timed(session: Session, plan: Plan, stream: TextIO | None = None) -> Plan:
     count = state.num_frames
     assert count, "the duration stage says how many"
     if session.backend.is_main:
-        clip_s = float(count / plan.request.fps)
+        clip_s = float(count / plan.clip.fps)
         note(f"the prompt asks for {state.seconds:.2f} s: {count} frames, {clip_s:.2f} s")
-    return make_plan(session, replace(plan.request, num_frames=count, auto_duration=None))
+    return make_plan(session, plan.clip.lasting(count, session.config))
 
 
 def warm_up(session: Session, plan: Plan) -> None:
@@ -208,7 +209,7 @@ def produce(
         work={name: fmean(each) for name, each in work.items()},
         total_work=sum(map(sum, work.values())),
         verbose=verbose,
-        brief=plan.request.in_segments,
+        brief=plan.clip.segments is not None,
         look=look or (lambda latents: None),
     )
     if warmup:

@@ -15,6 +15,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.notes import note
 from ltx2rt.pipelines import pipeline
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.earlier import current
 from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import UNNAMED, Files
@@ -45,9 +46,9 @@ def check_files(request: Request, files: Files) -> None:
         raise InputError("--warmup: does not go with a clip in segments; leave it out")
 
 
-def check_records(request: Any, folder: Path) -> None:
+def check_records(clip: Clip, folder: Path) -> None:
     """Refuse --latents-out where an earlier run made segments without it. Raises InputError."""
-    for number, part in enumerate(request.parts, 1):
+    for number, part in enumerate(clip.parts, 1):
         if part.path.exists() and not part.record_path.exists():
             raise InputError(
                 f"--latents-out: segment {number} in {folder} was made without it; leave it out, or "
@@ -69,7 +70,7 @@ def claimed(session: Session, plan: Plan, folder: Path, own: bool = False) -> It
     """Have the folder for the plan's clip alone, and say what is kept in it if the run is stopped.
     own: it is a server's, and no user's. Raises InputError if it holds segments of another clip, or
     another run is at it."""
-    segmented = plan.request.in_segments
+    segmented = plan.clip.segments is not None
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -80,14 +81,14 @@ def claimed(session: Session, plan: Plan, folder: Path, own: bool = False) -> It
             f"({error.strerror}); move what is there, or choose another name"
         ) from error
     with alone_in(folder, "--output"):
-        asked = comment(session, plan.request, 0) | {"files": written(session, plan)}
+        asked = comment(session, plan.clip, 0) | {"files": written(session, plan)}
         _check(json.loads(json.dumps(asked)), folder, segmented, own)
         unnamed = folder.name.startswith(f"{UNNAMED}-")
         named = f" with --output {folder.with_suffix('')}" if unnamed else ""
         try:
             yield
         except (KeyboardInterrupt, SystemExit):
-            for line in _kept(plan.request, folder):
+            for line in _kept(plan.clip, folder):
                 note(f"{line} are kept in {folder}: the same command{named} goes on")
             raise
         finally:
@@ -95,10 +96,9 @@ def claimed(session: Session, plan: Plan, folder: Path, own: bool = False) -> It
                 discard(folder)
 
 
-def _kept(request: Request, folder: Path) -> Iterator[str]:
-    parts = request.parts if request.in_segments else []
-    if made := sum(part.path.exists() for part in parts):
-        yield f"{made} of {len(parts)} segments"
+def _kept(clip: Clip, folder: Path) -> Iterator[str]:
+    if made := sum(part.path.exists() for part in clip.parts):
+        yield f"{made} of {len(clip.parts)} segments"
     if found := latest(folder):
         stage, done, of = found
         yield f"{done} of {of} steps of {stage}"

@@ -22,7 +22,7 @@ FRAME_BYTES_PER_PIXEL = dict.fromkeys(STILLS, 3.1) | {".exr": 6.2, ".gif": 1.6} 
 def write_files(run: Run, files: Files) -> list[Path]:
     """Write the clips, which decodes their frames, and what else was asked for. A run that fails
     leaves no file. Returns the names of the clips; without any, that of the latents."""
-    clips = files.clips(run.request.seeds)
+    clips = files.clips(run.clip.seeds)
     with ExitStack() as undo:
         for i, paths in enumerate(clips):
             if run.recorded:
@@ -42,28 +42,28 @@ def write_files(run: Run, files: Files) -> list[Path]:
 
 def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
     """Bytes that the run's large files take at most."""
-    request = plan.request
-    pixels = prod(request.size_px) * request.clip_frames
-    seconds = float(request.clip_frames / request.clip_fps)
-    samples, wide = 2 * seconds * session.config.vocoder.sample_rate, 2 if request.high_range else 1
-    clip, sizes = 0, dict[Path, int]()
+    clip = plan.clip
+    pixels = prod(clip.size_px) * clip.clip_frames
+    seconds = float(clip.clip_frames / clip.clip_fps)
+    samples, wide = 2 * seconds * session.config.vocoder.sample_rate, 2 if clip.hdr else 1
+    size, sizes = 0, dict[Path, int]()
     for output in files.outputs:
         per_pixel = FRAME_BYTES_PER_PIXEL.get(output.suffix.lower(), wide * BYTES_PER_PIXEL)
-        shown = 1 if is_still(output) else request.clip_frames
-        clip = int(pixels * per_pixel * shown / request.clip_frames)
-        clip += int(seconds * AAC_BITS_PER_S / 8) + 2**16
-        sizes |= dict.fromkeys(video_files(output, request.seeds), clip)
-    if request.in_segments and (output := files.output or files.latents_out):
+        shown = 1 if is_still(output) else clip.clip_frames
+        size = int(pixels * per_pixel * shown / clip.clip_frames)
+        size += int(seconds * AAC_BITS_PER_S / 8) + 2**16
+        sizes |= dict.fromkeys(video_files(output, clip.seeds), size)
+    if clip.segments and (output := files.output or files.latents_out):
         kept = 4 * (wide * pixels + samples)
-        sizes[folder_of(output)] = int(2 * kept) + clip  # and the stream
+        sizes[folder_of(output)] = int(2 * kept) + size  # and the stream
     # noise, start, result and what is made of it, each step's latents and x0; samplers' noise
     if files.latents_out:
         latents = sum(  # names of a segment begin with its own
-            prod(shape) * (4 + 2 * s.steps() if name.count(".") - request.in_segments == 1 else 1)
+            prod(shape) * (4 + 2 * s.steps() if name.count(".") - bool(clip.segments) == 1 else 1)
             for s in plan.stages
             for name, shape in s.draws(session.config).items()
         )
-        sizes[files.latents_out] = int(4 * (latents + request.num_videos * samples)) + 2**16
-        if request.in_segments:  # those of each segment, too, until the clip is whole
+        sizes[files.latents_out] = int(4 * (latents + len(clip.seeds) * samples)) + 2**16
+        if clip.segments:  # those of each segment, too, until the clip is whole
             sizes[files.latents_out.with_suffix(".segments")] = sizes[files.latents_out]
     return sizes

@@ -21,6 +21,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flagged
 from ltx2rt.media.hdr import HighRange
 from ltx2rt.pipelines import CLIP, FIRST, chosen, make_request, pipelines, readers, unread
+from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.guidance import GUIDES, ByChoice, ByWeights, Nag
 from ltx2rt.pipelines.groups.images import Images, parse_frame
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, with_sides
@@ -30,7 +31,7 @@ from ltx2rt.pipelines.recipes import PRESETS, recipe
 from ltx2rt.pipelines.request import Request, distilled_lora, fitted, is_distilled, learnt
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
-from ltx2rt.run.recording import high_range_of
+from ltx2rt.run.recording import with_log
 from ltx2rt.serve.fields import (
     MAX_PROMPT,
     as_given,
@@ -224,16 +225,16 @@ class Admission:
         request.check_options(self._session.options)
         if to_enhance(request):
             Enhancer.of(self.checkpoint, self.enhancer).check(request.first_image)
-        request = fitted(request, self._session.options, self.checkpoint)
-        seconds = float(request.clip_frames / request.clip_fps)
-        if request.in_segments and seconds > MAX_SECONDS:
+        made = fitted(request, self._session.options, self.checkpoint)
+        request, seconds = made.request, float(made.clip_frames / made.clip_fps)
+        if made.segments and seconds > MAX_SECONDS:
             raise InputError(f"--seconds: {seconds:.4g} s, expected at most {MAX_SECONDS} s here")
         texts: Any = {f: "" for f in ("prompt", "negative_prompt") if hasattr(request, f)}
         merged = [(lora, lora.path.stat().st_mtime_ns) for lora in specs]
         shape = repr((replace(request, seed=0, **texts), merged))
         # what is planned once holds for every prompt and seed
         if images or files or shape not in self._work:
-            plan = make_plan(self._session, request)
+            plan = make_plan(self._session, made)
             self._session.require_memory(plan.stages)
             while len(self._work) >= MAX_SHAPES:
                 self._work.popitem(last=False)
@@ -244,9 +245,9 @@ class Admission:
         work, least_s = self._work[shape]
         settings = request.settings()
         resolved = {f: settings[f] for f in self.fields(type(request))}
-        height, width = request.size_px
+        height, width = made.size_px
         frames = truth("--hdr-frames", given.get("hdr_frames", False))
-        if frames and not request.high_range:
+        if frames and not made.hdr:
             raise InputError("--hdr-frames: the clip is not in high dynamic range; add hdr")
         job = {
             "pipeline": request.name, "clip": resolved, "images": images, "loras": loras, "files": files,
@@ -309,10 +310,10 @@ class Admission:
             raise invalid(f"{field}: file_id names no {kind} that was sent here", field)
         return file
 
-    def high_range(self, request: Request, loras: Sequence[Sequence[Any]]) -> HighRange | None:
+    def high_range(self, clip: Clip, loras: Sequence[Sequence[Any]]) -> HighRange | None:
         """How the files of a job are; loras: as it names them."""
         named = [(self.lora_folder or Path()) / file for file, *_ in loras]
-        return high_range_of(request, [*(lora.path for lora in self.options.loras), *named])
+        return with_log(clip.hdr, [*(lora.path for lora in self.options.loras), *named])
 
     def lora_files(self) -> dict[str, str]:
         """Paths in the folder by the names that requests use: of files, and of folders with one."""

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from typing import Any
 
 from starlette.background import BackgroundTask
 from starlette.requests import Request
@@ -16,6 +15,7 @@ from starlette.responses import Response, StreamingResponse
 from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import whole_fragments
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.clip import Clip, fill
 from ltx2rt.run.preview import sprite_sheet
 from ltx2rt.run.recording import STREAM, write_segment
 from ltx2rt.serve.admission import as_given
@@ -92,17 +92,21 @@ class Files(Core):
         followed = self._followed(job, int(start))
         return StreamingResponse(followed, media_type="video/mp4", headers=headers)
 
-    async def _in_segments(self, request: Request) -> tuple[Job, Any]:
+    async def _in_segments(self, request: Request) -> tuple[Job, Clip]:
         """The job of the path and its clip, which knows its parts. Raises Refusal."""
         job = await self._job(request)
         if not in_segments(job):
             text = "the clip has no segments; ask for more than 20 s, or with `segment_frames`"
             raise Refusal(409, "no_segments", text)
         files = as_given(job.job.get("files", {}), self.folder.inputs)
-        clip: Any = make_request(job.job["pipeline"], **job.job["clip"], **files).measured()
-        if clip.num_frames is None:
-            raise Refusal(409, "no_segments", "the file that the clip starts from was deleted")
-        return job, clip.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
+        asked = make_request(job.job["pipeline"], **job.job["clip"], **files)
+        asked = asked.kept_in(self.folder.outputs / f"{job.id}{SEGMENTS}")
+        try:
+            draft = await asyncio.to_thread(fill, asked, self.admission.checkpoint.config)
+        except InputError:
+            text = "the file that the clip starts from was deleted"
+            raise Refusal(409, "no_segments", text) from None
+        return job, draft.clip()
 
     async def segment(self, request: Request) -> Response:
         """Download a finished segment of a clip that is still being made, as an MP4 file."""
@@ -132,7 +136,7 @@ class Files(Core):
     async def segments(self, request: Request) -> Response:
         """List the segments of a clip: frames, prompt, and whether each is made."""
         job, clip = await self._in_segments(request)
-        prompts, found = (clip.positive, *clip.segment_prompts), []
+        prompts, found = (clip.prompt, *clip.request.segment_prompts), []
         for i, (part, stop) in enumerate(stops(clip.parts), 1):
             size = None
             with suppress(FileNotFoundError):

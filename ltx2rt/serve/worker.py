@@ -43,7 +43,7 @@ from ltx2rt.pipelines.request import Request
 from ltx2rt.ranks.crew import Crew
 from ltx2rt.ranks.environment import FAILED
 from ltx2rt.run.files import Marks
-from ltx2rt.run.plan import with_enhanced_prompt
+from ltx2rt.run.plan import enhanced_prompt
 from ltx2rt.run.preview import EVERY, fitted, picture_of
 from ltx2rt.run.recording import high_range
 from ltx2rt.run.run import MARKED, Run, warm_up
@@ -136,14 +136,14 @@ def next_job(session: Session, pipe: Pipe, enhancer: Path | None) -> dict[str, A
         pipe.tell("progress", **named, stage="prompt", step=0, of=0, fraction=0.0, eta_s=None)
         try:
             asked = replace(request_of(job), prompt_enhancer=enhancer)
-            written = with_enhanced_prompt(asked, session.checkpoint, session.options)
+            written = enhanced_prompt(asked, session.checkpoint, session.options)
         except Exception as error:
             print(f"ltx2rt: {job['id']}: {type(error).__name__}: {error}", file=sys.stderr)
             code = "input_changed" if isinstance(error, InputError) else "enhancing"
             pipe.tell("failed", **named, code=code, message=FOLDERS.sub("", str(error)[:500]))
             continue
-        clip["enhanced_prompt"] = written.enhanced_prompt
-        pipe.tell("enhanced", **named, prompt=written.enhanced_prompt)
+        clip["enhanced_prompt"] = written
+        pipe.tell("enhanced", **named, prompt=written)
         return job
 
 
@@ -222,7 +222,7 @@ def ran_out_of_memory(error: Exception) -> bool:
 
 def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
     first: list[np.ndarray] = []
-    hdr = high_range(made.session, made.request)
+    hdr = high_range(made.session, made.clip)
 
     def write(number: int, path: Path) -> None:
         frames = next(made.state.frames)
@@ -245,7 +245,7 @@ def _published(made: Run, job: dict[str, Any]) -> dict[str, Any]:
         lora = [{**one, "file": Path(one["file"]).name} for one in full["lora"]]
         return full | {"settings": settings, "lora": lora}
 
-    stem, count = Path(job["stem"]), made.request.num_videos
+    stem, count = Path(job["stem"]), len(made.clip.seeds)
     return publish(stem, write, lambda path: thumbnail(first[0], path), told, count)
 
 

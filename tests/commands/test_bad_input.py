@@ -15,6 +15,7 @@ from PIL import Image
 from ltx2rt import cli
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.presets import preset
 from tests.conftest import read_by
@@ -114,7 +115,7 @@ def test_durations_that_are_none():
     nan, config = float("nan"), preset("tiny-2.3").config
     for given, says in ((0, "expected more than 0"), (nan, "--seconds: nan"), (1e3, "limit is 20")):
         with refused_in_python(says):
-            make_request("t2a", prompt="rain", duration=given).resolved(config)
+            resolve(make_request("t2a", prompt="rain", duration=given), config)
 
 
 def test_names_that_nobody_knows(refused, tmp_path):

@@ -9,6 +9,7 @@ from ltx2rt.media.sound import read_sound, write_wav
 from ltx2rt.models.geometry import pack_audio, pack_video
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.a2v import AudioToVideo
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
@@ -48,7 +49,7 @@ def test_both_stages_are_the_formula_over_diffusers(generation, kind, song, tiny
     state, *_ = produce(session, plan, keep=True)
     assert not any(".audio." in name for name in state.record)
     module = stored_module(folder)
-    request, upsampled = plan.request, pack_video(state.record["upsampled"])[0]
+    request, upsampled = plan.clip, pack_video(state.record["upsampled"])[0]
     sound = pack_audio(state.source["audio"])[0]
     first = (DISTILLED_SIGMAS, 0.0, None) if unguided else (shifted_sigmas(3), 0.0, request)
     for stage, scale, sigmas, start, guided in (
@@ -132,5 +133,5 @@ def test_the_sound_decides_the_length(song, opened, more, frames, starts):
 def test_a_song_of_over_20_s_is_made_in_segments(tmp_path):
     write_wav(tmp_path / "song.wav", np.zeros((2, 8000 * 21)), 8000)
     request = make_request("a2v", prompt="a fox", audio_path=tmp_path / "song.wav")
-    full = request.resolved(preset("tiny-2.3").config)
+    full = resolve(request, preset("tiny-2.3").config)
     assert (full.clip_frames, [part.start for part in full.parts]) == (497, [0, 96, 192, 288, 376])

@@ -127,7 +127,7 @@ def test_text_to_audio_computes_no_video(sessions):
 
 def test_a_duration_is_the_frames_that_last_as_long(sessions):
     plan = make_plan(sessions["cuda"], pipeline("t2a")("rain", seconds=0.75, steps=1))
-    assert (plan.request.num_frames, plan.request.seconds) == (18, None)
+    assert (plan.clip.num_frames, plan.clip.request.seconds) == (18, None)
     with refused("--seconds: given beside --num-frames"):
         make_plan(sessions["cuda"], pipeline("t2a")("rain", seconds=0.75, num_frames=17))
 

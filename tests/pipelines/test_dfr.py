@@ -11,10 +11,11 @@ import ltx2rt
 from ltx2rt.instruments.ahead import Target, plan_job
 from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipeline
+from ltx2rt.pipelines.build import Loras
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.pipelines.dfr import canvas
 from ltx2rt.pipelines.groups.guidance import NEUTRAL
 from ltx2rt.pipelines.groups.images import parse_image
-from ltx2rt.pipelines.request import Loras
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce, run_stages
 from ltx2rt.session.call import Call
@@ -80,8 +81,8 @@ def expected_rounds(num_frames, rounds):
 
 def stages_of(**clip):
     config = preset("tiny-2.5").config
-    request = pipeline("dfr")("a fox", seed=1, **SIZE, **clip).resolved(config)
-    return request.stages(config, ModelOptions("cuda", "model"), Loras())
+    made = resolve(pipeline("dfr")("a fox", seed=1, **SIZE, **clip), config)
+    return made.stages(config, ModelOptions("cuda", "model"), Loras())
 
 
 @pytest.mark.parametrize("num_frames", [9, 17, 25, 33, 41, 73, 97, 121, 185, 241, 473])

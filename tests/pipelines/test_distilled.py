@@ -8,7 +8,8 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 
 from ltx2rt.pipelines import pipeline
-from ltx2rt.pipelines.request import Loras
+from ltx2rt.pipelines.build import Loras
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.release import NEGATIVE_PROMPT
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
@@ -24,8 +25,8 @@ IMAGES = ImageSpec(Path("first"), 0, 1.0), ImageSpec(Path("later"), 9, 0.7)
 
 
 def stages(name="distilled", model=MODEL, **clip) -> list[Denoise]:
-    request = pipeline(name)("a fox", **SMALL, **clip).resolved(model)
-    return [stage for stage in request.stages(model, OPTIONS, LORAS) if isinstance(stage, Denoise)]
+    made = resolve(pipeline(name)("a fox", **SMALL, **clip), model)
+    return [stage for stage in made.stages(model, OPTIONS, LORAS) if isinstance(stage, Denoise)]
 
 
 def marked(stage: Denoise) -> np.ndarray:
@@ -66,7 +67,7 @@ def test_stage_one_adds_fresh_noise_and_stage_two_keeps_the_sound():
 def test_defaults_of_2_5():
     """Like 2.3's, except the image compression and a chosen length."""
     model = replace(MODEL, transformer=replace(MODEL.transformer, num_layers=48))
-    request = pipeline("two-stage")("a fox").resolved(model)
+    request = resolve(pipeline("two-stage")("a fox"), model).request
     assert (request.steps, request.stg_blocks, request.image_crf) == (30, (28,), 18)
     # 480 frames are the longest.
     assert request.auto_duration == (1, 20) and request.num_frames == 473

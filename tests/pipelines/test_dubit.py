@@ -38,7 +38,7 @@ def test_every_step_is_the_formula_over_diffusers(following, folder, clip):
     """On both backends. The latents of the whole track are those of diffusers' audio encoder."""
     runs = {b: run(s, clip, reference_strength=STRENGTH) for b, s in following.items()}
     plan, state = runs["cuda"]
-    request, config = plan.request, following["cuda"].config
+    request, config = plan.clip, following["cuda"].config
     assert (request.width, request.height, request.num_frames) == (128, 128, 19)
     voice = encoded(folder, clip)
     for _, each in runs.values():
@@ -109,6 +109,6 @@ def test_its_stages(following, clip, capsys):
     plan = make_plan(following["cuda"], make_request("dubit", **given))
     names = ["text", "stage1 videos", "stage1", "upsample", "stage2 videos", "stage2", "audio"]
     assert [stage.name for stage in plan.stages] == [*names, "decode", "cut"]
-    said = next(plan.request.remarks(following["cuda"].config))
+    said = next(plan.clip.remarks(following["cuda"].config))
     assert said == "256x128, 19 frames: made as 256x128, 25, given back as it was"
     assert "its one channel is taken as left and right" in capsys.readouterr().err

@@ -12,6 +12,7 @@ import pytest
 
 from ltx2rt.flags import flagged
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.pipelines.earlier import current
 from ltx2rt.pipelines.recipes import recipe, settings_in
 from ltx2rt.serve.fields import as_given
@@ -54,10 +55,10 @@ def test_a_stored_job_asks_for_the_same_clip(release, found, lost, config):
         with pytest.raises(ValueError, match=f"this job was made by version {lost}"):
             request_of(sent)
         return
-    request = request_of(sent, num_videos=job["n"]).resolved(config)
-    height, width = request.size_px
+    made = resolve(request_of(sent, num_videos=job["n"]), config)
+    height, width = made.size_px
     assert f"{width}x{height}" == job["size"]
-    assert float(request.clip_frames / request.clip_fps) == pytest.approx(job["seconds"])
+    assert float(made.clip_frames / made.clip_fps) == pytest.approx(job["seconds"])
 
 
 @pytest.mark.parametrize(("release", "found", "lost"), list(stored()))
@@ -88,14 +89,12 @@ def test_a_clip_gives_its_settings(release, clip, config, tmp_path, monkeypatch,
     found = recipe((), ModelOptions, like=tmp_path / clip)
     assert not capsys.readouterr().err
     asked = {field: value for field, value in found.items() if field not in flagged(ModelOptions)}
-    request = make_request(asked.pop("pipeline"), **asked).resolved(config)
+    request = resolve(make_request(asked.pop("pipeline"), **asked), config).request
     made = settings_in(tmp_path / clip)
     for field in ("prompt", "seed", "width", "height", "num_frames", "fps", "steps"):
         if field in made:
             assert plain(getattr(request, field)) == made[field], field
-    assert [image.path.name for image in getattr(request, "images", ())] == ["i.png"] * (
-        clip == "image.mp4"
-    )
+    assert [image.path.name for image in request.images] == ["i.png"] * (clip == "image.mp4")
 
 
 @pytest.fixture

@@ -82,7 +82,7 @@ def test_what_is_kept_is_the_clips_and_stays_bit_for_bit(opened, files, way):
     first = list(read_frames(files["first"], "", 20))
     second = list(read_frames(files["second"], "", 26)) if way == "join" else first
     clean, mask, guide, frames = expected_state(session, first, second, way)
-    assert plan.request.num_frames == frames
+    assert plan.clip.num_frames == frames
     steps, noise = state.record["stage1.video.steps"], state.record["stage1.video.noise"][0]
     count = len(mask)
     kept = mask == 0

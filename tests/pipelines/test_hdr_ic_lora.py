@@ -34,7 +34,7 @@ def test_every_step_is_the_formula_over_diffusers(tiny, following, clip):
     given = {"prompt": "a fox", "video_path": clip, "seed": 3, "reference_strength": STRENGTH}
     runs = {b: denoised(s, make_request("hdr-ic-lora", **given)) for b, s in following.items()}
     plan, state = runs["cuda"]
-    request = plan.request
+    request = plan.clip
     assert (request.width, request.height, request.num_frames) == (128, 128, 17)
     assert not [n for n in state.record if ".audio." in n]
     made = pack_video(state.record["upsampled"])[0].astype(np.float64)

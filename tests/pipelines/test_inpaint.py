@@ -98,7 +98,7 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, clip, tmp_pa
     given |= {"guided": True, "steps": 2} if guided else {}
     runs = {name: run(session, clip, **given) for name, session in sessions.items()}
     plan, state = runs["cuda"]
-    request = plan.request
+    request = plan.clip
     made = request.cells.ravel()
     assert 0 < made.sum() < made.size == 3 * 2 * 4
     geometry = request.geometry(sessions["cuda"].config)
@@ -191,7 +191,7 @@ def test_a_rectangle_and_a_mask_follow_the_file(sessions, clip, tmp_path, fit, a
     how = {"video_path": clip, "width": 48, "height": 96, "fit": fit, "mask_grow": 0}
     requests = [make_request("inpaint", prompt="a", **how, **one) for one in given]
     plans = [make_plan(sessions["cuda"], request) for request in requests]
-    first, second = (next(plan.request.region.masks()) for plan in plans)
+    first, second = (next(plan.clip.request.region(plan.clip).masks()) for plan in plans)
     assert (first == second).all() and first.shape == (96, 48)
     assert tuple(np.argwhere(first)[0]) == at
 

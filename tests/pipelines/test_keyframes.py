@@ -57,7 +57,7 @@ def test_both_stages_are_the_formula_over_diffusers(generation, guides, tiny):
     ]  # fmt: skip
     state, *_ = produce(session, replace(plan, stages=plan.stages[:-2]), keep=True)
     np.testing.assert_array_equal(state.sound, state.audio)  # stage 2's
-    record, request = state.record, plan.request
+    record, request = state.record, plan.clip
     sound = record["stage1.audio.steps"][-1]
     before = {"video": pack_video(record["upsampled"])[0], "audio": sound}
     for name, scale, sigmas, start, guided in (

@@ -19,6 +19,7 @@ from ltx2rt.session.options import ModelOptions
 LATENT = '''
 """text-to-latent: one denoised step at full size, and no decoder."""
 
+from ltx2rt.pipelines.build import denoise
 from ltx2rt.pipelines.groups import NEW
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.request import Request
@@ -31,10 +32,12 @@ class TextToLatent(Request):
     summary = "latents alone"
     groups = (*NEW, Size())
 
-    def stages(self, model, options, loras):
-        sigmas = shifted_sigmas(1)
-        steps = self.denoise("stage1", self.geometry(model), options, sigmas, loras.of("stage1"))
-        return [Text(self.prompts), *steps]
+    def stages(self, clip, model, options, loras):
+        size, sigmas = clip.geometry(model), shifted_sigmas(1)
+        return [
+            Text(clip.prompts),
+            *denoise(clip, "stage1", size, options, sigmas, loras.of("stage1")),
+        ]
 
 
 PIPELINE = TextToLatent

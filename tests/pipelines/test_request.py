@@ -15,6 +15,7 @@ from PIL import Image
 from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.pipelines.distilled import Distilled
 from ltx2rt.pipelines.groups.guidance import parse_blocks
 from ltx2rt.pipelines.groups.images import Images, parse_image
@@ -44,12 +45,13 @@ REQUEST = TwoStage("a cat")
     ],
 )  # fmt: skip
 def test_defaults_follow_the_generation(generation, num_layers, steps, block):
-    full = REQUEST.resolved(model(generation, num_layers))
+    clip = resolve(REQUEST, model(generation, num_layers))
+    full = clip.request
     assert full.steps == steps and full.stg_blocks == (block,) and full.image_crf == 33
     assert full.num_frames == 121 and full.audio_from == "stage1"
-    assert Distilled("a cat").resolved(model(generation, num_layers)).audio_from == "stage2"
+    assert resolve(Distilled("a cat"), model(generation, num_layers)).request.audio_from == "stage2"
     assert full.negative_prompt == NEGATIVE_PROMPT and 0 <= full.seed < 2**63
-    assert np.array_equal(full.guidance, np.float32([[3, 1, 3, 0.7], [7, 1, 3, 0.7]]))
+    assert np.array_equal(clip.guiding.guidance, np.float32([[3, 1, 3, 0.7], [7, 1, 3, 0.7]]))
 
 
 def test_the_negative_prompt_is_the_published_one():
@@ -64,16 +66,16 @@ def test_given_values_are_kept():
         REQUEST, num_frames=9, steps=1, seed=0, negative_prompt="", image_crf=0, width=768,
         height=512, stg_blocks=(0, 2), audio_from="stage2",
     )  # fmt: skip
-    assert given.resolved(model(num_layers=3)) == given
+    assert resolve(given, model(num_layers=3)).request == given
 
 
 def test_frames_and_odd_sides_are_rounded_and_the_run_says_so():
     for asked, made in ((2, 9), (58, 57), (120, 121), (61, 65)):
-        found = replace(REQUEST, num_frames=asked).resolved(model())
-        assert found.num_frames == made and found.resolved(model()) == found
+        found = resolve(replace(REQUEST, num_frames=asked), model())
+        assert found.num_frames == made and resolve(found.request, model()).num_frames == made
         assert f"{asked} frames: {made} frames, {made / 24:.2f} s" in [*found.remarks(model())]
-    odd = OneStage("a cat", width=853, height=501).resolved(model())
-    assert (odd.width, odd.height) == (854, 502) and odd.resolved(model()) == odd
+    odd = resolve(OneStage("a cat", width=853, height=501), model())
+    assert (odd.width, odd.height) == (854, 502)
     assert "853x501: 854x502, since sides are even" in [*odd.remarks(model())]
 
 
@@ -110,7 +112,7 @@ BAD = {
 @pytest.mark.parametrize("change,message", BAD.values(), ids=BAD)
 def test_a_bad_request_is_refused_in_one_line(change, message):
     with pytest.raises(InputError) as error:
-        replace(REQUEST, **change).resolved(model())
+        resolve(replace(REQUEST, **change), model())
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
@@ -196,10 +198,10 @@ def test_a_frame_follows_from_the_length(frame, found):
         request = make_request("two-stage", prompt="a cat", **given)
         if found is None:
             with refused(r"frame .* of cat.png, but .* frames 0 to 120"):
-                request.resolved(model())
+                resolve(request, model())
             continue
-        longest = replace(request, num_frames=241).resolved(model())
-        placed = replace(longest, num_frames=121).resolved(model()).images
+        longest = resolve(replace(request, num_frames=241), model())
+        placed = longest.lasting(121, model()).images
         assert [(image.frame, image.strength) for image in placed] == [(found, 0.5), (33, 1.0)]
 
 
@@ -230,12 +232,12 @@ def test_the_first_image_decides_the_size(
     image.save(path, exif=exif)
     sides = {**sides, "video_conditioning": ["c.mp4"]} if pipeline == "ic-lora" else sides
     request = make_request(pipeline, prompt="a cat", image=[f"{path}:0"], **sides)
-    request = request.resolved(model())
-    assert (request.width, request.height) == made
-    notes = list(request[Images].remarks(request, model()))
+    clip = resolve(request, model())
+    assert (clip.width, clip.height) == made
+    notes = list(clip[Images].remarks(clip, model()))
     assert len(notes) == bool(cut) and all(cut in note and path.name in note for note in notes)
     assert all(("leave --width" in note) == ("width" in sides) for note in notes)
-    bare = make_request("two-stage", prompt="a cat", width=512).resolved(model())
+    bare = resolve(make_request("two-stage", prompt="a cat", width=512), model())
     assert (bare.width, bare.height) == (512, 320)  # the usual shape, in multiples of 64
 
 
@@ -253,12 +255,13 @@ def test_malformed_specs_are_refused():
     for bad in ("x", "sound=3", "video=", "video=a", [0.5], 3, ["video=1.5"]):
         with refused(r"--stg-blocks: .*expected block numbers"):
             keywords({"stg_blocks": bad}, type(REQUEST))
-    one = replace(REQUEST, stg_blocks=("video=14",)).resolved(model())
-    assert one.stg_blocks == ("video=14", "audio=28") == one.resolved(model()).stg_blocks
+    one = resolve(replace(REQUEST, stg_blocks=("video=14",)), model()).request
+    assert one.stg_blocks == ("video=14", "audio=28")
+    assert resolve(one, model()).request.stg_blocks == one.stg_blocks
 
 
 def test_settings_are_json():
-    settings = json.loads(json.dumps(REQUEST.resolved(model()).settings()))
+    settings = json.loads(json.dumps(resolve(REQUEST, model()).request.settings()))
     assert settings["prompt"] == "a cat" and settings["fps"] == "24"
     assert settings["pipeline"] == "two-stage"
 

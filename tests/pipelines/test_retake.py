@@ -13,6 +13,7 @@ from ltx2rt.media.footage import Footage
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import VideoInfo, read_frames
 from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
+from ltx2rt.pipelines.clip import Draft
 from ltx2rt.pipelines.retake import Retake
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
@@ -84,6 +85,13 @@ def direct_masks(num_frames, size, fps, start, end):
     return {"video": np.array(video), "audio": np.array(audio)}
 
 
+def clip_of(source, region):
+    """A clip of a file that is not read."""
+    asked, info = Retake("a fox", start_time=region[0], end_time=region[1]), source.info
+    size = {"width": info.width, "height": info.height, "num_frames": info.num_frames}
+    return Draft(asked, replace(asked, **size, fps=info.fps, seed=0), source=source).clip()
+
+
 @pytest.mark.parametrize("fps", [Fraction(24), Fraction(30000, 1001), Fraction(50)])
 @pytest.mark.parametrize(
     "region", [(0, 0.01), (0.04, 0.05), (1 / 24, 0.2), (0.3, 0.375), (0.375, 0.376), (0.1, 0.7)]
@@ -91,28 +99,30 @@ def direct_masks(num_frames, size, fps, start, end):
 def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     info = VideoInfo(96, 64, 41, fps, 0, True, (Fraction(0),))
     source = Footage(Path("a.mp4"), "", info)
-    request = Retake("a fox", start_time=region[0], end_time=region[1], source=source)
+    clip = clip_of(source, region)
+    request = clip.request
     geometry = Geometry.of(opened.resident.config, 96, 64, 41, fps)
     expected = direct_masks(41, (96, 64), fps, *region)
-    for m, mask in request.masks(geometry).items():
+    for m, mask in request.masks(clip, geometry).items():
         np.testing.assert_array_equal(mask, expected[m], err_msg=m)
-    frames, (start, end) = replace(request, num_frames=41).made_anew(geometry)
+    frames, (start, end) = request.made_anew(clip, geometry)
     latents = np.flatnonzero(expected["video"][::6])
     assert frames == range(max(8 * latents[0] - 7, 0), 8 * latents[-1] + 1)
     sound = np.flatnonzero(expected["audio"])
     assert (100 * start, 100 * end) == pytest.approx((max(4 * sound[0] - 3, 0), 4 * sound[-1] + 1))
-    assert request.masks(geometry).keys() == {"video", "audio"}
-    assert replace(request, keep="audio").masks(geometry).keys() == {"video"}
+    assert request.masks(clip, geometry).keys() == {"video", "audio"}
+    assert replace(request, keep="audio").masks(clip, geometry).keys() == {"video"}
     silent = replace(source, info=replace(info, has_sound=False))
-    assert replace(request, source=silent).masks(geometry).keys() == {"video"}
+    assert request.masks(replace(clip, source=silent), geometry).keys() == {"video"}
 
 
 def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
     info = VideoInfo(64, 64, 17, Fraction(24), 0, True, (Fraction(0),))
     source = Footage(Path("a.mp4"), "", info)
-    request = Retake("a fox", start_time=0.5, end_time=0.7, source=source, num_frames=17)
+    clip = clip_of(source, (0.5, 0.7))
     geometry = Geometry.of(opened.resident.config, 64, 64, 17, Fraction(24))
-    assert request.made_anew(geometry) == (range(9, 17), (pytest.approx(0.49), 17 / 24))
+    made = clip.request.made_anew(clip, geometry)
+    assert made == (range(9, 17), (pytest.approx(0.49), 17 / 24))
 
 
 @pytest.mark.parametrize(("generation", "kept", "guided"), [
@@ -132,7 +142,7 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
     region = {"video_path": file, "start_time": start, "end_time": end, "keep": keep}
     plan = make_plan(session, Retake("a fox", seed=3, **region, **more))
     state, *_ = produce(session, plan, keep=True)
-    geometry = plan.request.geometry(session.config)
+    geometry = plan.clip.geometry(session.config)
     clean = {"video": pack_video(state.record["source.video"])[0]}
     clean["audio"] = np.zeros((18, 128), np.float32)
     masks = direct_masks(17, (64, 64), 24, start, end)
@@ -146,7 +156,7 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
     made = [m for m in masks if m != keep]
     assert {name.split(".")[1] for name in state.record if name.startswith("stage1.")} == set(made)
     sigmas = shifted_sigmas(guided) if guided else DISTILLED_SIGMAS
-    how = {"frozen": (keep,) if keep else (), "guided": guided and plan.request}
+    how = {"frozen": (keep,) if keep else (), "guided": guided and plan.clip}
     places = positions_of(geometry)
     assert_stage({"cuda": state}, "stage1", module, places, sigmas, masks, clean, **how)
     final = {"video": pack_video(state.record["video_latent"])}
@@ -245,8 +255,8 @@ def test_a_folder_of_exr_images(opened, tmp_path):
     assert relative_l2(state.record["source.video"], expected) <= 1e-6  # float32
     (frames,) = state.frames
     found = hdr.decoded(hdr.as_frames(np.concatenate(list(frames))) / 2 + 0.5)
-    made, _ = plan.request.made_anew(plan.request.geometry(session.config))
-    assert plan.request.fps == 30 and found.shape == light.shape and made == range(1, 9)
+    made, _ = plan.clip.request.made_anew(plan.clip, plan.clip.geometry(session.config))
+    assert plan.clip.fps == 30 and found.shape == light.shape and made == range(1, 9)
     kept = [i for i in range(17) if i not in made]
     # Codes of 16 bits: 2e-4 of light in the logarithm's part, less than a half float's step.
     np.testing.assert_allclose(found[kept], np.maximum(light[kept], 0), rtol=2e-4, atol=1e-5)

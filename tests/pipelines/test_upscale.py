@@ -36,8 +36,8 @@ def test_every_step_is_the_formula_over_diffusers(tiny, following, clip):
     given = CLIP | {"upscale": clip}
     runs = {b: denoised(s, make_request(None, **given)) for b, s in following.items()}
     plan, state = runs["cuda"]
-    request, record = plan.request, state.record
-    assert (request.name, request.width, request.height, request.num_frames) == (
+    request, record = plan.clip, state.record
+    assert (request.request.name, request.width, request.height, request.num_frames) == (
         "upscale", 128, 128, 17,
     )  # fmt: skip
     g = request.geometry(following["cuda"].config)

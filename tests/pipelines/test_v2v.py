@@ -31,7 +31,7 @@ def run(session, path, name="v2v", **more):
     """The request and the state of a run up to its decoders."""
     given = {"video_path": path} if name == "v2v" else {}
     plan, state = denoised(session, pipeline(name)("a fox", seed=3, **given, **more))
-    return plan.request, state
+    return plan.clip, state
 
 
 def test_the_schedule_goes_on_below_the_level():

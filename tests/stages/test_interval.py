@@ -40,9 +40,9 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder):
         plan = planned(session, guidance_interval=MIDDLE)
         state, *_ = produce(session, plan, keep=True)
         records[name] = state.record
-    places = positions_of(plan.request.geometry(session.config)), state.contexts
+    places = positions_of(plan.clip.geometry(session.config)), state.contexts
     module, (x, *given) = stored_module(folder), made_whole(records["cuda"], "stage1")
-    for start, stop, how in ((0, 1, {}), (1, 3, guiding(plan.request)), (3, 4, {})):
+    for start, stop, how in ((0, 1, {}), (1, 3, guiding(plan.clip)), (3, 4, {})):
         steps = euler_steps(module, *places, x, *given, SIGMAS[start : stop + 1], **how)
         x = assert_follows(records, "stage1", steps, first=start)
 

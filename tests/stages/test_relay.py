@@ -10,7 +10,6 @@ import torch
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines import make_request, pipeline
-from ltx2rt.pipelines.groups.text import PromptsByTime
 from ltx2rt.run.plan import make_plan
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
@@ -101,14 +100,14 @@ def test_every_step_is_the_formula_over_diffusers(sessions, folder, guided):
     neutral = {f"{m}_{name}": x for m in ("video", "audio") for name, x in scales.items()}
     runs = {name: run(session, **({} if guided else neutral)) for name, session in sessions.items()}
     plan, state = runs["cuda"]
-    request, session = plan.request, sessions["cuda"]
-    g = request.geometry(session.config)
-    relay = request[PromptsByTime].relay(request.whole_prompt)
+    made, session = plan.clip, sessions["cuda"]
+    g = made.geometry(session.config)
+    relay = made.relay
     groups = relay.biases(g, relay.columns(session))
     rows = {"video": np.repeat(groups["video"][:-1], 4, axis=0), "audio": groups["audio"][:-1]}
     biased = Biased(stored_module(folder), state.contexts, rows)
     given = biased, positions_of(g), shifted_sigmas(2)
-    assert_stage(runs, "stage1", *given, guided=guided and request)
+    assert_stage(runs, "stage1", *given, guided=guided and made)
 
 
 def test_softness_of_one_is_one_prompt(sessions):

@@ -119,7 +119,7 @@ def test_guidance_of_distilled_weights_is_refused(model, name, more, asked):
         fitted(request, options(found.path), found)
     if not more.keys() & {"audio_path", "video_path", "images"}:
         dev = options(found.path, assume="dev")
-        assert fitted(request, dev, found).is_guided
+        assert fitted(request, dev, found).request.is_guided
         assert (distilled_lora(request, dev, found) is not None) == (request.distilled == "needed")
 
 
@@ -140,17 +140,19 @@ def test_what_is_asked_is_made_in_distilled_steps(model, tmp_path, given, name, 
     found = open_checkpoint(model("ltx-distilled.safetensors", keep_lora=True))
     found = replace(found, config=preset("tiny-2.5").config)
     request = make_request(given, prompt="fox", seed=3, fps=25, **more)
-    full = fitted(request, options(found.path), found)
+    full = fitted(request, options(found.path), found).request
     assert full.name == name and not full.is_guided and full.takes_distilled == "optional"
     assert distilled_lora(full, options(found.path), found) is None
-    assert fitted(full, options(found.path), found) == full  # also of a job that was resolved
+    assert (
+        fitted(full, options(found.path), found).request == full
+    )  # also of a job that was resolved
     kept = make_request(given, prompt="fox", seed=3, fps=25, **more)
     for field in ("prompt", "seed", "fps", *more.keys() - {"images", "nag"}):
         assert getattr(full, field) == getattr(kept, field), field
     assert full.nag == (more.get("nag") and (11, 2.5, 0.25))
-    assert len(getattr(full, "images", ())) == len(more.get("images", ()))
+    assert len(full.images) == len(more.get("images", ()))
     if not full.nag:
-        other = fitted(request, options(found.path, assume="dev"), found)
+        other = fitted(request, options(found.path, assume="dev"), found).request
         assert other.is_guided and other.name == request.name
 
 

@@ -1,53 +1,82 @@
-"""A group: the flags of one feature, what refuses them, and what they add to a run.
+"""A group: the flags of one feature, what refuses them, and what they make of a clip.
 
-A group is a frozen dataclass. Its fields are flags, and facts that resolving has found. A request
-has the fields of all its groups; methods get the whole request.
+A group is a frozen dataclass; its fields are flags. A request has the fields of all its groups.
+What other groups or stages read of a clip is filled into its draft, once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.conditioning import Conditioning
+from ltx2rt.stages.source_sound import SourceSound
+from ltx2rt.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
+
+
+@dataclass(frozen=True)
+class Added:
+    """What a group adds to a denoising stage. fields: in place of the stage's defaults. given:
+    conditionings, after those of earlier groups. before, after: stages around it."""
+
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    given: tuple[Conditioning, ...] = ()
+    before: tuple[Stage, ...] = ()
+    after: tuple[Stage, ...] = ()
 
 
 @dataclass(frozen=True)
 class Group:
-    def check(self, request: Any) -> None:
+    """shapes: decides size or length, and fills its draft before the groups that read these."""
+
+    shapes: ClassVar[bool] = False
+
+    def check(self, request: Request) -> None:
         """Refuse values that no model could satisfy. Reads no file. Raises InputError."""
 
-    def measured(self, request: Any) -> dict[str, Any]:
-        """Fields that decide the length, by a file that is there. Raises InputError."""
-        return {}
-
-    def check_options(self, request: Any, options: ModelOptions) -> None:
+    def check_options(self, request: Request, options: ModelOptions) -> None:
         """Refuse model flags that do not go with these. Raises InputError."""
 
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """Fields to change before any group is resolved, which read them. Raises InputError."""
-        return {}
+    def length(self, request: Request) -> tuple[int | None, Fraction] | None:
+        """Number of frames and rate, by flags or by a file that is there; None: other groups say.
+        Raises InputError."""
+        return None
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """Fields to change: defaults that the model decides. Raises InputError."""
-        return {}
+    def splits(self, request: Request) -> bool:
+        """Return whether the clip is made in segments. Raises InputError."""
+        return False
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        """Sentences for the user before a resolved request runs."""
+    def negates(self, request: Request) -> bool:
+        """Return whether the run reads the negative prompt."""
+        return False
+
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        """Fill the draft: defaults that the model decides, facts of files. Raises InputError."""
+
+    def fits(self, clip: Clip, model: ModelConfig) -> None:
+        """Refuse what does not go with the clip as it is filled. Raises InputError."""
+
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        """Sentences for the user before a clip is made."""
         return iter(())
 
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
-        """Return fields for the denoising stage `name`. Conditionings under `given` follow those of
-        earlier groups."""
-        return {}
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+        """Return what the group adds to the denoising stage `name`."""
+        return Added()
 
-    def negates(self, request: Any) -> bool:
-        """Whether the run reads the negative prompt."""
-        return False
+    def whole_sound(self, clip: Clip, model: ModelConfig) -> SourceSound | None:
+        """Return the sound of a file that all of the clip is made for."""
+        return None
 
 
 def refuse_beside(**given: Any) -> None:
@@ -55,3 +84,9 @@ def refuse_beside(**given: Any) -> None:
     names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
     if len(names) > 1:
         raise InputError(f"{names[1]}: given beside {names[0]}; leave one of the two out")
+
+
+def refuse_in_segments(request: Request, name: str) -> None:
+    """Raises InputError for a flag that does not go with a clip in segments, if it is one."""
+    if request.in_segments:
+        raise InputError(f"{name}: does not go with a clip in segments; leave it out")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,14 +15,19 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of, spelling
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.guided_step import Branches, perturbed_blocks
-from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.group import Added, Group
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
 from ltx2rt.stages.stage import MODALITIES
 
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
+
 flag = flags_of("guidance")
 
 NONE = {"cfg": 1, "stg": 0, "modality": 1, "rescale": 0}  # scales that guide by nothing
+NONE_OF = {f"{m}_{name}": value for m in MODALITIES for name, value in NONE.items()}
 UNGUIDED = NONE | {"steps": len(DISTILLED_SIGMAS) - 1}  # as distilled steps are
 NEUTRAL = np.array([[*NONE.values()]] * 2, np.float32)  # the conditional branch alone
 NAG = "--nag"
@@ -61,20 +66,20 @@ class Scales(Group):
     @property
     def scales(self) -> np.ndarray:
         """f32[2, 4]: rows video and audio, columns cfg, stg, modality, rescale."""
-        rows = [[getattr(self, f"{m}_{name}", NONE[name]) for name in NONE] for m in MODALITIES]
+        given = NONE_OF | vars(self)
+        rows = [[given[f"{m}_{name}"] for name in NONE] for m in MODALITIES]
         return np.array(rows, np.float32)
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        if not request.is_guided:
-            return {}
-        num_layers, given = model.transformer.num_layers, self.stg_blocks
-        if given is None:
-            return {"stg_blocks": model.release.stg_blocks(num_layers)}
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        if not draft.request.is_guided:
+            return
+        num_layers = model.transformer.num_layers
+        usual = model.release.stg_blocks(num_layers)
+        given = usual if self.stg_blocks is None else self.stg_blocks
         if given == () and self.scales[:, 1].any():
             raise InputError(
                 "--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0"
             )
-        usual = model.release.stg_blocks(num_layers)
         for stream in MODALITIES if given else ():
             own = perturbed_blocks(given, stream)
             if wrong := [block for block in own if not 0 <= block < num_layers]:
@@ -82,9 +87,10 @@ class Scales(Group):
                     f"--stg-blocks: block {wrong[0]}, but the model has blocks 0 to {num_layers - 1}"
                 )
             given += () if own else tuple(f"{stream}={block}" for block in usual)
-        return {"stg_blocks": given}
+        draft.fill(stg_blocks=given)
+        draft.guidance = self.scales
 
-    def negates(self, request: Any) -> bool:
+    def negates(self, request: Request) -> bool:
         return request.is_guided and Branches.of(self.scales).uncond
 
 
@@ -113,7 +119,7 @@ class Guidance(SoundScales, VideoScales):
 GUIDES = (Steps, Skips, Interval, Scales)  # groups of flags that only guided steps read
 
 
-def guiding(request: Any) -> str:
+def guiding(request: Request) -> str:
     """The first flag that asks for other steps than distilled ones, "" for none."""
     for group in request.groups:
         if isinstance(group, GUIDES):
@@ -140,7 +146,7 @@ class ByChoice(Group):
         False, "run --steps guided steps in place of 8 distilled ones", group="sampling"
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if not self.guided and (flag := guiding(request)):
             raise InputError(
                 f"{flag}: 8 distilled steps are made, without guidance; leave it out, or add "
@@ -171,8 +177,8 @@ class Nag(Group):
         json="string",
     )
 
-    def check(self, request: Any) -> None:
-        if self.nag and getattr(request, "guided", False):
+    def check(self, request: Request) -> None:
+        if self.nag and request.guided:
             raise InputError(f"{NAG}: for steps without guidance; leave it or --guided out")
         if not self.nag and request.negative_prompt is not None and not request.is_guided:
             instead = "add --guided" if request.has(ByChoice) else "leave it out"
@@ -180,16 +186,15 @@ class Nag(Group):
                 f"--negative-prompt: {request.name} has no guidance; add {NAG} 11, or {instead}"
             )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        if self.nag and request.is_guided:
+    def fits(self, clip: Clip, model: ModelConfig) -> None:
+        if self.nag and clip.guiding:
             raise InputError(
-                f"{NAG}: {request.name} is guided, as these weights are not known to be distilled; "
-                "leave it out: guidance obeys --negative-prompt"
+                f"{NAG}: {clip.request.name} is guided, as these weights are not known to be "
+                "distilled; leave it out: guidance obeys --negative-prompt"
             )
-        return {}
 
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
-        return {"nag": self.nag}
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+        return Added({"nag": self.nag})
 
-    def negates(self, request: Any) -> bool:
+    def negates(self, request: Request) -> bool:
         return self.nag is not None

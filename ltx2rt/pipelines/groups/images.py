@@ -8,18 +8,22 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from operator import index
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import INPUTS, flags_of
-from ltx2rt.media.hdr import SPACES, TRANSFERS, HighRange, image_px, is_exr
+from ltx2rt.media.hdr import SPACES, TRANSFERS, image_px, is_exr
 from ltx2rt.media.images import notes
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.group import Added, Group, refuse_in_segments
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.session.options import as_number, from_tuple
 from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, slot_frames
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
 
 flag = flags_of("conditioning")
 
@@ -110,7 +114,7 @@ class Images(Group):
         None, "H.264 compression of images, 0 for none (default: 33; 2.5: 18)", least=0, most=51
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if len(self.images) < self.least:
             raise InputError(
                 f"--image: {len(self.images)} given, the {request.name} pipeline goes between at "
@@ -136,17 +140,18 @@ class Images(Group):
                     wrong, advice = "is no EXR file", "convert it, or leave --hdr out"
                 raise InputError(f"--image: {image.path} {wrong}; {advice}")
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        count = request.image_frames
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        count, fps = draft.image_frames, draft.request.fps
         images = tuple(
-            image.placed(count, request.fps) if isinstance(image, PlacedImage) else image
+            image.placed(count, fps) if isinstance(image, PlacedImage) else image
             for image in self.images
         )
         for image in images:
             if not 0 <= image.frame < count:
+                frame = image.at if isinstance(image, PlacedImage) else image.frame
                 raise InputError(
-                    f"--image: frame {getattr(image, 'at', image.frame)} of {image.path}, but the "
-                    f"clip has frames 0 to {count - 1}"
+                    f"--image: frame {frame} of {image.path}, but the clip has frames 0 to "
+                    f"{count - 1}"
                 )
         frames = [image.frame for image in images]
         if twice := [frame for frame in frames if frames.count(frame) > 1]:
@@ -155,18 +160,18 @@ class Images(Group):
                 f"{images[-1].path.name}:last"
             )
         crf = model.image_crf if self.image_crf is None else self.image_crf
-        return {"images": images, "image_crf": crf}
+        draft.fill(images=images, image_crf=crf)
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        sides, advice = {"width": request.width, "height": request.height}, ""
-        if request.has(Size):
-            free = replace(request, width=None, height=None)
-            if not sides.items() <= free[Size].restated(free, model).items():
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        sides, advice = {"width": clip.width, "height": clip.height}, ""
+        if clip.request.has(Size):
+            free = replace(clip.request, width=None, height=None)
+            if free[Size].sides(free, model) != sides:
                 advice = "; leave --width and --height out"
         for image in self.images:
             if image.latent:
                 continue
-            yield from () if request.high_range else notes(image.path)
+            yield from () if clip.hdr else notes(image.path)
             found = image_px(image.path)
             shares = [side / px for side, px in zip(sides.values(), found, strict=True)]
             for side, share in zip(sides, shares, strict=True):
@@ -174,15 +179,15 @@ class Images(Group):
                     yield f"{image.path.name}: {100 * cut:.0f} % of its {side} is cut{advice}"
             advice = ""
 
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
-        space = request.high_range.space if request.high_range else None
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+        space = clip.hdr.space if clip.hdr else None
         images = tuple(
             LatentImage(spec, geometry, self.latents_in, name, append=self.append)
             if spec.latent and self.latents_in
             else Image(spec, geometry, self.image_crf or 0, space, append=self.append)
-            for spec in self.images
+            for spec in clip.images
         )
-        return {"given": images}
+        return Added(given=images)
 
 
 @dataclass(frozen=True)
@@ -204,35 +209,39 @@ class GeneratedKeyframes(Group):
         most=MAX_KEYFRAMES,
     )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+    def check(self, request: Request) -> None:
+        if self.num_generated_keyframes:
+            refuse_in_segments(request, "--num-generated-keyframes")
+
+    def into(self, draft: Draft, model: ModelConfig) -> None:
         if self.num_generated_keyframes and not model.transformer.keyframe_vector:
             raise InputError(
                 f"--num-generated-keyframes: {self.num_generated_keyframes}, but "
                 f"LTX-{model.release.name} has no vector for keyframes; leave it out, or pass a "
                 "model of LTX-2.5"
             )
-        known = not (request.auto_duration or request.in_segments)
+        request = draft.request
+        known = not (request.auto_duration or draft.segments)
         if known and self.best(request) and model.transformer.keyframe_vector:
-            return {"num_generated_keyframes": (request.num_frames - 1) // KEYFRAME_EVERY}
-        return {}
+            draft.fill(num_generated_keyframes=(request.num_frames - 1) // KEYFRAME_EVERY)
 
-    def best(self, request: Any) -> bool:
+    def best(self, request: Request) -> bool:
         """Whether keyframes stand for the guidance that a preset would have."""
         return request.quality == "best" and not request.is_guided and request.scale > 1
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        if self.best(request):
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        if self.best(clip.request):
             more, count = "", self.num_generated_keyframes
             if count:
                 more = f" and {count} generated keyframe{'s' if count > 1 else ''}"
-            size = f"{request.width}x{request.height}{more}"
+            size = f"{clip.width}x{clip.height}{more}"
             yield f"best without guidance: {size}; dev weights ({model.release.dev}) would add it"
 
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
         if name != "stage1":
-            return {}
-        frames = slot_frames(request.num_frames, self.num_generated_keyframes)
-        return {"given": tuple(Slot(frame, geometry) for frame in frames)}
+            return Added()
+        frames = slot_frames(clip.num_frames, self.num_generated_keyframes)
+        return Added(given=tuple(Slot(frame, geometry) for frame in frames))
 
 
 @dataclass(frozen=True)
@@ -247,13 +256,12 @@ class Hdr(Group):
         TRANSFERS[0], "curve of *.mp4 and *.mov of --hdr", group="output", choices=TRANSFERS
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if self.hdr_transfer != TRANSFERS[0] and not self.hdr:
             raise InputError(
                 f"--hdr-transfer: {self.hdr_transfer}, but the clip is not in high dynamic range; "
                 "add --hdr"
             )
 
-    @property
-    def high_range(self) -> HighRange | None:
-        return HighRange(self.hdr, transfer=self.hdr_transfer) if self.hdr else None
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        draft.hdr = draft.request.high_range

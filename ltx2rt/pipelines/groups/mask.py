@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.media.footage import Footage
 from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.region import Region
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.request import Request
 
 flag = flags_of("conditioning")
 
@@ -63,7 +66,7 @@ class Mask(Group):
             return "--mask-box"
         return "--mask" if self.mask else "--pad" if self.pad != NONE else ""
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if min(self.pad) < 0:
             raise InputError(f"--pad: {min(self.pad)} pixels, expected 0 or more")
         refuse_beside(mask=self.mask, mask_box=self.mask_box)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -25,6 +25,11 @@ from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.lora import reference_factors, release_of
 from ltx2rt.weights.parts import only
 
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.build import Loras
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
+
 flag = flags_of("conditioning")
 
 
@@ -37,22 +42,22 @@ class Learnt(Group):
 
     learnt: tuple[LoraSpec, ...] = field(default=(), repr=False)
 
-    def wanted(self, request: Any) -> tuple[str, ...]:
+    def wanted(self, request: Request) -> tuple[str, ...]:
         """The words for this request; empty if only its user knows the LoRA."""
         return self.words
 
-    def check_options(self, request: Any, options: ModelOptions) -> None:
+    def check_options(self, request: Request, options: ModelOptions) -> None:
         if not options.loras and (not self.wanted(request) or hub.parse_repo(options.model)):
             raise self._lacking(request)
 
-    def _lacking(self, request: Any, near: Path | None = None) -> InputError:
+    def _lacking(self, request: Request, near: Path | None = None) -> InputError:
         words, where = self.wanted(request), f", and none is near {near}" if near else ""
         known = f" (*{words[0]}*.safetensors)" if words else " that its references are for"
         text = f"--lora: the {request.name} pipeline needs the LoRA{known}{where}; pass its file"
         return InputError(text)
 
     def from_options(
-        self, request: Any, options: ModelOptions, checkpoint: Checkpoint
+        self, request: Request, options: ModelOptions, checkpoint: Checkpoint
     ) -> dict[str, Any]:
         """Fields that the LoRAs decide. Raises InputError."""
         if options.loras:
@@ -80,7 +85,7 @@ class ReferenceClip(Learnt, SourceClip):
         1.0, "strength of the clip as a reference, 1 as it is", least=0, most=1
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         super().check(request)
         if is_light(self.path):
             raise InputError(
@@ -92,7 +97,7 @@ class ReferenceClip(Learnt, SourceClip):
                 "each seed"
             )
 
-    def check_options(self, request: Any, options: ModelOptions) -> None:
+    def check_options(self, request: Request, options: ModelOptions) -> None:
         super().check_options(request, options)
         if len(options.loras) > 1:
             raise InputError(
@@ -105,44 +110,44 @@ class ReferenceClip(Learnt, SourceClip):
                     "stages; write FILE or FILE:STRENGTH"
                 )
 
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        facts, step = super().restated(request, model), model.video_vae.time_factor
-        if self.moving and facts["num_frames"] <= step:
-            found = facts["num_frames"]
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        super().into(draft, model)
+        found, step = draft.request.num_frames, model.video_vae.time_factor
+        if self.moving and found <= step:
             raise InputError(
                 f"{self.spelled}: {self.path} has {found} frames, expected {step + 1} or more"
             )
-        return facts
 
     def seen(
-        self, request: Any, number: int, model: ModelConfig, options: ModelOptions, loras: Any
+        self, clip: Clip, number: int, model: ModelConfig, options: ModelOptions, loras: Loras
     ) -> Reference:
         """The file's frames as the reference of a stage, of which 0 is the first. Where a smaller
         reference does not divide the clip, it reaches over its edge."""
-        scale = 1 if number else request.factor(model)
-        clip = request.geometry(model, scale)
+        scale = 1 if number else clip.request.factor(model)
+        geometry = clip.geometry(model, scale)
         factors = reference_factors(lora.path for lora in loras.user)
         factors = max(factors[0], self.larger), factors[1]
-        height, width = (-(-n // factors[0]) * clip.space_factor for n in (clip.rows, clip.columns))
+        cells = (-(-n // factors[0]) for n in (geometry.rows, geometry.columns))
+        height, width = (n * geometry.space_factor for n in cells)
         tiling = "off" if height * width <= self.whole_px else options.vae_tiling
-        own = request.height // self.larger, request.width // self.larger
+        own = clip.height // self.larger, clip.width // self.larger
         unit = factors[0] * scale / self.larger
         around = int(height * unit), int(width * unit)
-        inset = Inset(own, around, mirrored=request.mirrored) if around != own else None
+        inset = Inset(own, around, mirrored=clip.request.mirrored) if around != own else None
         return reference(
-            self.found, self.reference_strength, clip, model, factors, tiling, number,
-            inset=inset, whole=pixel_frames(clip.frames, clip.time_factor),
+            clip.given, self.reference_strength, geometry, model, factors, tiling, number,
+            inset=inset, whole=pixel_frames(geometry.frames, geometry.time_factor),
         )  # fmt: skip
 
 
-def references_of(request: Any, model: ModelConfig, loras: tuple[LoraSpec, ...]) -> tuple[int, int]:
+def references_of(clip: Clip, model: ModelConfig, loras: tuple[LoraSpec, ...]) -> tuple[int, int]:
     """How much smaller and sparser references are, by the LoRAs' headers. Raises InputError if
-    the request's size does not divide."""
+    the clip's size does not divide."""
     downscale, stride = reference_factors(lora.path for lora in loras)
-    unit = model.video_vae.space_factor * request.factor(model).numerator * downscale
-    height, width = request.geometry(model).size_px
+    unit = model.video_vae.space_factor * clip.request.factor(model).numerator * downscale
+    height, width = clip.geometry(model).size_px
     for side, value in (("--width", width), ("--height", height)):
-        rule = f"divisible by {unit} ({request.name} with a LoRA for references of 1/{downscale} the size)"
+        rule = f"divisible by {unit} ({clip.request.name} with a LoRA for references of 1/{downscale} the size)"
         check_step(side, value, unit, 0, "px", rule)
     return downscale, stride
 

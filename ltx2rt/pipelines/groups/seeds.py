@@ -5,13 +5,17 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import CLIP, flags_of
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.session.options import ModelOptions
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Draft
+    from ltx2rt.pipelines.request import Request
 
 flag = flags_of("sampling")
 
@@ -41,12 +45,13 @@ class Seed(Group):
         expects="a whole number", json="integer", common=CLIP,
     )  # fmt: skip
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if self.seed is not None and not 0 <= self.seed <= SEED_LIMIT - request.num_videos:
             raise InputError(f"--seed: {self.seed}, expected 0 to 2^64 - 1, --num-videos included")
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        return {"seed": draw_seed()} if self.seed is None else {}
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        if self.seed is None:
+            draft.fill(seed=draw_seed())
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Videos(Group):
         marks="command",
     )  # fmt: skip
 
-    def check_options(self, request: Any, options: ModelOptions) -> None:
+    def check_options(self, request: Request, options: ModelOptions) -> None:
         if self.num_videos % (data := options.mesh.get("data", 1)):
             raise InputError(
                 f"--num-videos: {self.num_videos} do not divide over data={data}; choose a "

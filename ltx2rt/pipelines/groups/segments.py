@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from operator import index
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -20,18 +20,15 @@ from ltx2rt.flags import flags_of
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.splice import Seam
 from ltx2rt.media.video import VideoInfo
-from ltx2rt.pipelines.groups.group import Group
-from ltx2rt.pipelines.groups.images import Images
+from ltx2rt.pipelines.groups.group import Group, refuse_in_segments
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
 from ltx2rt.pipelines.groups.size import (
     DEFAULT_FRAMES,
     MAX_FRAMES,
     MAX_SECONDS,
     STEP,
-    Duration,
     check_step,
 )
-from ltx2rt.pipelines.groups.source_clip import SourceClip
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.clip_end import ends, leading
 from ltx2rt.stages.conditioning import GivenLatents
@@ -53,6 +50,11 @@ from ltx2rt.stages.segments import Segments as JoinSegments
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.build import Loras
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
 
 flag = flags_of("conditioning")
 
@@ -87,10 +89,40 @@ def parse_segment_seed(text: str | Sequence[int] | SegmentSeed) -> SegmentSeed:
 
 
 @dataclass(frozen=True)
+class SegmentPlan:
+    """frames: of a segment. spans: the clip's frames that each has. cut: numbers of segments that
+    begin anew. folder: where segments are kept; those that are there are not made again."""
+
+    frames: int
+    spans: tuple[range, ...]
+    cut: tuple[int, ...] = ()
+    folder: Path | None = None
+
+    def files(self, fps: Fraction, has_sound: bool, wide: bool) -> list[SegmentFile]:
+        folder, origin, found = self.folder or Path(), 0, []
+        for number, span in enumerate(self.spans, 1):
+            start, origin = span.start, span.start if number in self.cut else origin
+            path = folder / f"{number - 1:04d}.mov"
+            info = VideoInfo(0, 0, len(span), fps, 0, has_sound, (Fraction(0),))
+            found.append(
+                SegmentFile(Footage(path, "a segment", info), start, origin=origin, wide=wide)
+            )
+        return found
+
+
+def made_of(clip: Clip) -> tuple[str, ...]:
+    """Beginnings of names of noise that no stage draws any more: of segments that are there."""
+    if clip.segments is None or clip.segments.folder is None:
+        return ()
+    there = enumerate((part.path.exists() for part in clip.parts), 1)
+    return tuple(f"segment{number}." for number, made in there if made)
+
+
+@dataclass(frozen=True)
 class Segments(Group):
-    """A clip in segments, and one of its segments. parts_folder: where the segments are kept; those
-    that are there are not made again. number: of the segment, from 1, whose request this is; 0: the
-    clip's."""
+    """A clip in segments. parts_folder: where they are kept."""
+
+    shapes: ClassVar[bool] = True
 
     segment_frames: int | None = flag(
         None,
@@ -138,78 +170,43 @@ class Segments(Group):
         0.0, "strength of the first frame before later segments, 0: none", least=0, most=1
     )
     parts_folder: Path | None = field(default=None, repr=False)
-    number: int = field(default=0, repr=False)
 
-    def asked(self, request: Any) -> bool:
-        """Whether the clip is made in several segments."""
-        frames = request[Duration].stated(request) or 0
-        longer = frames > 1 and frames - 1 > ONE_CLIP_S * request.fps
-        return not self.number and (self.segment_frames is not None or longer)
+    def splits(self, request: Request) -> bool:
+        frames, fps = request.length
+        frames = DEFAULT_FRAMES if frames is None and self.segment_frames else frames or 0
+        longer = frames > 1 and frames - 1 > ONE_CLIP_S * fps
+        return longer or (self.segment_frames or frames) < frames
 
-    @property
-    def prefix(self) -> str:
-        """Beginning of the names of a segment's noise."""
-        return f"segment{self.number}." if self.number else ""
-
-    def clip_frames(self, request: Any) -> int:
-        return self.spans(request)[-1].stop
-
-    def spans(self, request: Any) -> list[range]:
-        """The clip's frames that each segment has. Of a resolved request. A given clip keeps its
-        frames where a segment begins anew."""
-        given, size = request.has(SourceClip), request.segment_frames
-        whole = -(-(request.num_frames - 1) // STEP) * STEP + 1
+    def spans(self, num_frames: int, size: int, given: bool) -> list[range]:
+        """The clip's frames that each segment has. given: it keeps the frames of a file where a
+        segment begins anew."""
+        whole = -(-(num_frames - 1) // STEP) * STEP + 1
         starts = segment_starts(whole, size, self.overlap, () if given else self.cut)
-        ends = [
-            min(start + size, request.num_frames) if given else start + size for start in starts
-        ]
+        ends = [min(start + size, num_frames) if given else start + size for start in starts]
         return [range(start, end) for start, end in zip(starts, ends, strict=True)]
-
-    def parts(self, request: Any) -> list[SegmentFile]:
-        folder, origin, found = self.parts_folder or Path(), 0, []
-        for number, span in enumerate(self.spans(request), 1):
-            start, origin = span.start, span.start if number in self.cut else origin
-            path = folder / f"{number - 1:04d}.mov"
-            info = VideoInfo(0, 0, len(span), request.fps, 0, request.heard, (Fraction(0),))
-            own = {"origin": origin, "wide": bool(request.high_range)}
-            found.append(SegmentFile(Footage(path, "a segment", info), start, **own))
-        return found
-
-    def made(self, request: Any) -> tuple[str, ...]:
-        there = [part.path.exists() for part in self.parts(request)] if self.parts_folder else []
-        return tuple(f"segment{number}." for number, made in enumerate(there, 1) if made)
 
     # --- checks -----------------------------------------------------------------------------------
 
-    def check(self, request: Any) -> None:
-        if not self.asked(request):
-            if request.length_by_sound:
-                return
-            for name, given in (
-                ("--prompt: several", self.segment_prompts),
-                ("--segment-seed", self.segment_seeds),
-                ("--cut", self.cut),
-                ("--colour-lock", self.colour_lock),
-                ("--anchor", self.anchor),
-            ):
-                if given and not self.number:
-                    raise InputError(
-                        f"{name}: the clip has one segment; give --segment-frames, fewer than it has"
-                    )
-            return
-        followed = getattr(request, "audio_conditioning", None)
-        for name, given in (
-            ("--num-videos", request.num_videos > 1),
-            ("--auto-duration", request.auto_duration),
-            ("--num-generated-keyframes", getattr(request, "num_generated_keyframes", 0)),
-            ("--prompt-at", request.prompt_at),
-            (
-                "--audio-conditioning-at start",
-                followed and request.audio_conditioning_at == "start",
-            ),
-        ):
-            if given:
-                raise InputError(f"{name}: does not go with a clip in segments; leave it out")
+    def check(self, request: Request) -> None:
+        alone = {
+            "--num-videos": request.num_videos > 1,
+            "--auto-duration": request.auto_duration,
+            "--prompt-at": request.prompt_at,
+        }
+        several = {
+            "--prompt: several": self.segment_prompts,
+            "--segment-seed": self.segment_seeds,
+            "--cut": self.cut,
+            "--colour-lock": self.colour_lock,
+            "--anchor": self.anchor,
+        }
+        for name in (name for name, given in alone.items() if given):
+            refuse_in_segments(request, name)
+        given = [name for name, given in several.items() if given]
+        if given and not request.in_segments:
+            raise InputError(
+                f"{given[0]}: the clip has one segment; give --segment-frames, fewer than it has"
+            )
         for prompt in self.segment_prompts:
             if not prompt.strip():
                 raise InputError("--prompt: one is empty; say what the segment shows")
@@ -221,27 +218,28 @@ class Segments(Group):
                 "leave one of the two out"
             )
 
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """The frames of the clip and of a segment."""
-        if not self.asked(request):
-            return {}
-        count, step = request.num_frames, model.video_vae.time_factor
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        """Fill the frames of the clip and of a segment, and the plan of segments."""
+        count, fps = draft.asked.length
+        if self.segment_frames is None and not draft.asked.in_segments:
+            return
         if count is None and chooses_length(model):
             raise InputError(
                 "--segment-frames: how long is the clip? Give --num-frames, or --seconds"
             )
-        most = int(ONE_CLIP_S * request.fps) // step * step + 1
-        size = request.segment_frames or min(DEFAULT_FRAMES, most)
-        count = DEFAULT_FRAMES if count is None else count
-        stated = [] if request.has(SourceClip) else [("--num-frames", count)]
+        count, step = DEFAULT_FRAMES if count is None else count, model.video_vae.time_factor
+        fps, given = draft.request.fps, draft.source is not None
+        most = int(ONE_CLIP_S * fps) // step * step + 1
+        size = self.segment_frames or min(DEFAULT_FRAMES, most)
+        stated = [] if given else [("--num-frames", count)]
         for name, value in (("--segment-frames", size), *stated):
             check_step(name, value, step, 1, "frames", f"{step}*k + 1")
         if size > most:
             seconds = f"over {ONE_CLIP_S} s, which no segment is; at most {most}"
             raise InputError(f"--segment-frames: {size} frames are {seconds}")
         if count <= size:
-            return {"segment_frames": None, "num_frames": count}
-        if (seconds := float((count - 1) / request.fps)) > MAX_SECONDS:
+            return draft.fill(segment_frames=None, num_frames=count)
+        if (seconds := float((count - 1) / fps)) > MAX_SECONDS:
             raise InputError(
                 f"--num-frames: {count} frames are {seconds:.0f} s, expected at most "
                 f"{MAX_SECONDS} s"
@@ -251,14 +249,13 @@ class Segments(Group):
             raise InputError(
                 f"--overlap: {self.overlap}, but a segment has {size} frames; give fewer"
             )
-        return {"segment_frames": size, "num_frames": count}
+        draft.fill(segment_frames=size, num_frames=count)
+        spans = tuple(self.spans(count, size, given))
+        self._check_numbers(len(spans))
+        draft.segments = SegmentPlan(size, spans, self.cut, self.parts_folder)
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+    def _check_numbers(self, count: int) -> None:
         """Refuse numbers of segments that there are not, and too many segments."""
-        self.check(request)
-        if not self.asked(request):
-            return {}
-        count = len(self.spans(request))
         if count > MAX_SEGMENTS:
             raise InputError(
                 f"--segment-frames: {count} segments, expected at most {MAX_SEGMENTS}; give more"
@@ -277,23 +274,22 @@ class Segments(Group):
                     )
                 if given.count(number) > 1:
                     raise InputError(f"{name}: segment {number} is given twice; give it once")
-        return {}
 
     # --- what is made -----------------------------------------------------------------------------
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        if self.asked(request):
-            count, new = len(self.spans(request)), request.segment_frames - self.overlap
-            seconds = request.clip_frames / float(request.fps)
-            yield f"{count} segments: {request.segment_frames} frames, then {new} new ones each; {seconds:.2f} s"
-            if made := len(self.made(request)):
-                yield f"{made} of them are there already, in {self.parts_folder}"
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        if plan := clip.segments:
+            count, new = len(plan.spans), plan.frames - self.overlap
+            seconds = clip.clip_frames / float(clip.fps)
+            yield f"{count} segments: {plan.frames} frames, then {new} new ones each; {seconds:.2f} s"
+            if made := len(made_of(clip)):
+                yield f"{made} of them are there already, in {plan.folder}"
 
-    def stages(
-        self, request: Any, model: ModelConfig, options: ModelOptions, loras: Any
+    def all_stages(
+        self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
     ) -> list[Stage]:
         """The stages of the segments that are not there yet, and of the clip that they make."""
-        stages, parts, sound = [], self.parts(request), request.given_sound(model)
+        stages, parts, sound = [], clip.parts, clip.whole_sound(model)
         for i, part in enumerate(parts):
             if self.parts_folder and part.path.exists():
                 continue
@@ -303,21 +299,21 @@ class Segments(Group):
                     stage.geometry,
                     sound=stage.sound,
                     longer=sound,
-                    since_s=part.start / request.fps,
+                    since_s=part.start / clip.fps,
                 )
                 if sound and isinstance(stage, SourceSound)
                 else stage
-                for stage in self.request_of(i, request).stages(model, options, loras)
+                for stage in clip.request.stages(self.segment(i, clip), model, options, loras)
             ]
             if i and i + 1 not in self.cut:
                 first = part.start - parts[i - 1].start
                 begun = next(p for p in parts if p.start == part.origin)
                 anchor = (begun, self.anchor) if self.anchor else None
                 before = replace(parts[i - 1], first=first)
-                inset = request.inset(model)
+                inset = clip.inset(model)
                 made = list(continued(made, before, options, model, anchor, inset))
                 if self.colour_lock:
-                    kept = (request.segment_frames - first - 1) // model.video_vae.time_factor + 1
+                    kept = (clip.seen_frames - first - 1) // model.video_vae.time_factor + 1
                     lock = ColourLock(begun, kept, self.colour_lock)
                     last = max(i for i, stage in enumerate(made) if isinstance(stage, Denoise))
                     made.insert(last + 1, lock)
@@ -325,22 +321,25 @@ class Segments(Group):
             stages += [*made, Keep(part, i + 1, len(parts), look)]
         return [*stages, JoinSegments(parts, sound)]
 
-    def request_of(self, i: int, request: Any) -> Any:
-        """Segment i as a request, with the clip's images at its new frames."""
-        spans, prompts = self.spans(request), (request.prompt, *self.segment_prompts)
+    def segment(self, i: int, clip: Clip) -> Clip:
+        """Segment i as a clip, with the images at its new frames."""
+        assert clip.segments, "the clip is in segments"
+        spans, prompts = clip.segments.spans, (clip.prompt, *self.segment_prompts)
         start, end = spans[i].start, spans[i].stop
         new = range(start if i == 0 else spans[i - 1].stop, end)
-        given: dict[str, Any] = {}
-        if request.has(SourceClip):
-            given["source"] = replace(request.source, window=spans[i])
-        if request.has(Images):
-            images = [image for image in request.images if image.frame in new]
-            given["images"] = tuple(replace(image, frame=image.frame - start) for image in images)
+        images = (image for image in clip.images if image.frame in new)
         seeds = {seed.segment: seed.seed for seed in self.segment_seeds}
-        given |= {"prompt": prompts[min(i, len(prompts) - 1)], "num_frames": end - start}
-        given |= {"seed": seeds.get(i + 1, segment_seed(request.seeds[0], i)), "number": i + 1}
-        whole = dict(segment_frames=None, segment_prompts=(), segment_seeds=(), cut=())
-        return replace(request, **given, **whole)
+        seed = seeds.get(i + 1, segment_seed(clip.seeds[0], i))
+        return replace(
+            clip,
+            segments=None,
+            num_frames=end - start,
+            source=clip.source and replace(clip.source, window=spans[i]),
+            images=tuple(replace(image, frame=image.frame - start) for image in images),
+            prompt=prompts[min(i, len(prompts) - 1)],
+            seeds=range(seed, seed + 1),
+            prefix=f"segment{i + 1}.",
+        )
 
 
 def segment_seed(seed: int, i: int) -> int:

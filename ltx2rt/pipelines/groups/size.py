@@ -5,16 +5,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import CLIP, flags_of, parse_seconds
 from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.duration import NO_LENGTH, chooses_length, longest
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
 
 flag = flags_of("clip")
 
@@ -94,21 +98,20 @@ def nearest_frames(seconds: float, fps: Fraction, step: int = STEP) -> int:
 class Pixels(Group):
     """Checks width and height, whichever group they are fields of."""
 
+    shapes: ClassVar[bool] = True
     least: ClassVar[int] = 64
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        for side, value in (("--width", request.width), ("--height", request.height)):
+    def fits(self, clip: Clip, model: ModelConfig) -> None:
+        for side, value in (("--width", clip.width), ("--height", clip.height)):
             rule = f"an even number from {self.least} on"
             check_step(side, value, 2, self.least, "px", rule)
-        return {}
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        height, width = request.geometry(model).size_px
-        asked = request.width * request.height
-        if (width, height) != (request.width, request.height) and self.least > 2:
-            more = f"{100 * (width * height / asked - 1):.0f} % more pixels"
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        height, width = clip.geometry(model).size_px
+        if (width, height) != (clip.width, clip.height) and self.least > 2:
+            more = f"{100 * (width * height / (clip.width * clip.height) - 1):.0f} % more pixels"
             made = f"made as {width}x{height} ({more}) and cut in the middle"
-            yield f"{request.width}x{request.height}: {made}"
+            yield f"{clip.width}x{clip.height}: {made}"
 
 
 @dataclass(frozen=True)
@@ -136,23 +139,26 @@ class Size(Pixels):
     quality: str | None = flag(
         None, "size and means of that preset", choices=("draft", "best"), typed=False
     )
-    asked_px: tuple[int, int] | None = field(default=None, repr=False)  # sides that were odd
 
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """Reads the header of the first image."""
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        """Fill both sides. Reads the header of the first image."""
+        sides = self.sides(draft.request, model)
+        even = {side: px + (px % 2 if px > self.least else 0) for side, px in sides.items()}
+        draft.fill(half_size=False, **even)
+
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        width, height = clip.asked[Size].sides(clip.asked, model).values()
+        if (width, height) != (clip.width, clip.height):
+            yield f"{width}x{height}: {clip.width}x{clip.height}, since sides are even"
+        yield from super().remarks(clip, model)
+
+    def sides(self, request: Request, model: ModelConfig) -> dict[str, int]:
+        """Both sides as they are asked for, or follow from the first image."""
         unit = model.video_vae.space_factor * request.factor(model).numerator * self.multiple
         sides = self.filled(unit, request.first_image_px)
         if self.half_size:
             sides = {side: max(px // 4 * 2, self.least) for side, px in sides.items()}
-        even = {side: px + (px % 2 if px > self.least else 0) for side, px in sides.items()}
-        asked_px = self.asked_px if even == sides else tuple(sides.values())
-        return even | {"half_size": False, "asked_px": asked_px}
-
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        if self.asked_px:
-            width, height = self.asked_px
-            yield f"{width}x{height}: {self.width}x{self.height}, since sides are even"
-        yield from super().remarks(request, model)
+        return sides
 
     def filled(self, unit: int = 1, image_px: tuple[int, int] | None = None) -> dict[str, int]:
         """Both sides. image_px: width and height of an image to follow; a side that follows is a
@@ -189,17 +195,22 @@ class Duration(Group):
 
     whole: ClassVar[bool] = True
 
-    def stated(self, request: Any) -> int | None:
+    shapes: ClassVar[bool] = True
+
+    def stated(self, request: Request) -> int | None:
         """Number of frames that the user asks for."""
         step = STEP if self.whole else 1
-        if (seconds := getattr(request, "seconds", None)) is not None:
-            return nearest_frames(seconds, request.fps, step)
+        if request.seconds is not None:
+            return nearest_frames(request.seconds, request.fps, step)
         count = request.num_frames
         # a few frames are a clip, not a picture
         clip = step + 1 if (count or 0) > 1 else 1
         return max(nearest_frames(count, Fraction(1), step), clip) if count and count > 0 else count
 
-    def check(self, request: Any) -> None:
+    def length(self, request: Request) -> tuple[int | None, Fraction] | None:
+        return self.stated(request), request.fps
+
+    def check(self, request: Request) -> None:
         window = request.auto_duration
         if window is not None and not (len(window) == 2 and 0 < window[0] <= window[1]):
             raise InputError(
@@ -207,9 +218,8 @@ class Duration(Group):
                 "seconds, MIN MAX"
             )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        found, step = self.lasting(request, model), model.video_vae.time_factor
-        num_frames, fps = request.seen_frames or found["num_frames"], request.fps
+    def fits(self, clip: Clip, model: ModelConfig) -> None:
+        num_frames, fps, step = clip.seen_frames, clip.fps, model.video_vae.time_factor
         limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         if (num_frames - 1) / fps > limit_s:
             raise InputError(
@@ -219,21 +229,6 @@ class Duration(Group):
             )
         rule = (step, f"{step}*k + 1") if self.whole else (1, "1 or more")
         check_step("--num-frames", num_frames, rule[0], 1, "frames", rule[1])
-        return found
-
-    def lasting(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """The number of frames: the longest, and a window, where the model is to choose. A request
-        that has that number and a window already keeps both. Raises InputError."""
-        count, asked = request.num_frames, request.auto_duration
-        window, most = longest(asked, request.fps, model)
-        if count is not None:
-            chosen = asked is not None and count == most
-            return {"num_frames": count, "auto_duration": window if chosen else None}
-        if chooses_length(model):
-            return {"num_frames": most, "auto_duration": window}
-        if asked is None and not model.release.chooses_length:
-            return {"num_frames": DEFAULT_FRAMES}
-        raise InputError(NO_LENGTH)
 
 
 @dataclass(frozen=True)
@@ -262,7 +257,6 @@ class Length(Duration):
         most=MAX_FPS,
         json="number",
     )
-    asked: str = field(default="", repr=False)  # the length that was rounded
     auto_duration: tuple[float, ...] | None = flag(
         None,
         "range of lengths to choose from without --num-frames, in seconds; LTX-2.5 (default: 1 20)",
@@ -272,21 +266,31 @@ class Length(Duration):
         marks="command",
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         super().check(request)
         given = {name: getattr(self, name) for name in ("num_frames", "auto_duration", "seconds")}
         if self.seconds is not None:
             refuse_beside(**{name: value is not None for name, value in given.items()})
 
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        count, asked = self.stated(request), self.asked
-        if self.seconds:
-            asked = f"{self.seconds:g} s"
-        elif count != self.num_frames:
-            asked = f"{self.num_frames} frames"
-        return {"num_frames": count, "seconds": None, "asked": asked}
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        """Fills the number of frames: the longest, and a window, where the model is to choose;
+        settings that have that number and a window state the same."""
+        (count, _), window = draft.request.length, self.auto_duration
+        usual, most = longest(window, self.fps, model)
+        if count is not None:
+            window = usual if window is not None and count == most else None
+        elif chooses_length(model):
+            count, window = most, usual
+        elif window is None and not model.release.chooses_length:
+            count = DEFAULT_FRAMES
+        elif draft.request.segment_frames is None:
+            raise InputError(NO_LENGTH)
+        draft.fill(num_frames=count, seconds=None, auto_duration=window)
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        if self.asked and not request.in_segments:
-            count, seconds = request.num_frames, float(request.num_frames / request.fps)
-            yield f"{self.asked}: {count} frames, {seconds:.2f} s"
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        asked, given = clip.asked, f"{clip.asked.num_frames} frames"
+        given = f"{asked.seconds:g} s" if asked.seconds else given
+        rounded = asked.seconds or asked.num_frames not in (None, clip.num_frames)
+        if rounded and not clip.segments:
+            count, seconds = clip.num_frames, float(clip.num_frames / clip.fps)
+            yield f"{given}: {count} frames, {seconds:.2f} s"

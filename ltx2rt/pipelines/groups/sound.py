@@ -5,17 +5,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of
 from ltx2rt.media.video import frames_path
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.group import Added, Group, refuse_in_segments
 from ltx2rt.session.options import as_number, from_tuple, parse_number
 from ltx2rt.stages.conditioning import ReferenceSpec
 from ltx2rt.stages.sound_reference import SoundReference
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
 
 flag = flags_of("conditioning")
 
@@ -67,11 +71,12 @@ class SoundFrom(Group):
         choices=("stage1", "stage2"),
     )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        return {} if self.audio_from else {"audio_from": "stage1"}
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        if not self.audio_from:
+            draft.fill(audio_from="stage1")
 
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
-        return {"sound": name == self.audio_from}
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+        return Added({"sound": name == self.audio_from})
 
 
 @dataclass(frozen=True)
@@ -89,21 +94,23 @@ class SoundToFollow(Group):
         choices=("start", "before"),
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if self.audio_conditioning:
             check_reference(CONDITIONING, self.audio_conditioning)
+            if self.audio_conditioning_at == "start":
+                refuse_in_segments(request, f"{CONDITIONING}-at start")
         elif self.audio_conditioning_at != "start":
             raise InputError(
                 f"{CONDITIONING}-at: there is no sound to follow; give {CONDITIONING}, or leave "
                 "it out"
             )
 
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
         if not (spec := self.audio_conditioning):
-            return {}
+            return Added()
         before = self.audio_conditioning_at == "before"
         found = SoundReference(spec.path, geometry, CONDITIONING, before, spec.strength)
-        return {"given": (found,)}
+        return Added(given=(found,))
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class Voice(Group):
         3.0, "scale of guidance by --voice for sound, 0 for none", group="guidance", least=0
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if self.voice and request.audio_conditioning:
             raise InputError(f"{VOICE}: given beside {CONDITIONING}; leave one of the two out")
         if not self.voice and self.voice_guidance != 3.0:
@@ -128,10 +135,10 @@ class Voice(Group):
                 f"{VOICE}; run it for each seed"
             )
 
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
         if not self.voice:
-            return {}
+            return Added()
         if name != "stage1":
-            return {"frozen": ("audio",)}
+            return Added({"frozen": ("audio",)})
         given = SoundReference(self.voice, geometry, VOICE, before=True)
-        return {"given": (given,), "voice": self.voice_guidance}
+        return Added({"voice": self.voice_guidance}, given=(given,))

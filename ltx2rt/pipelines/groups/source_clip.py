@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from argparse import SUPPRESS
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -22,6 +22,10 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.tiling import plan_encoder_tiles
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
 
 FLAG = "--video-path"
 DECIDES = f"the file of {FLAG} decides size, length and rate; leave it out"
@@ -39,7 +43,7 @@ def of_the_file(type_: type, name: str) -> Any:
 
 @dataclass(frozen=True)
 class SourceClip(Duration):
-    """source: the file, once resolved, with the frames that the model sees."""
+    """The file decides size, length and rate."""
 
     whole: ClassVar[bool] = False
     spelled: ClassVar[str] = FLAG
@@ -74,29 +78,28 @@ class SourceClip(Duration):
     seconds: float | None = of_the_file(Length, "seconds")
     fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS, marks="command")
     auto_duration: tuple[float, ...] | None = of_the_file(Length, "auto_duration")
-    source: Footage | None = field(default=None, repr=False)
 
-    def measured(self, request: Any) -> dict[str, Any]:
-        if self.given is None or not self.given.is_file() or self.fps is not None:
-            return {}
-        source = read_clip(self.given, self.spelled, self.tracks)
-        return {"source": source, "num_frames": source.info.num_frames, "fps": source.info.fps}
+    def length(self, request: Request) -> tuple[int | None, Fraction] | None:
+        if self.given is None or not self.given.exists():
+            return None, self.fps or parse_fps(24)
+        info = read_clip(self.given, self.spelled, self.tracks).info
+        return info.num_frames, self.fps or info.fps
 
-    def restated(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        """Size, length and rate of the file, which is read whole, once, with a border."""
-        source, (left, top, right, bottom) = self.source, getattr(request, "pad", (0, 0, 0, 0))
-        if source is None:
-            source = read_clip(self.path, self.spelled, self.tracks)
-            if self.fps:
-                times_s = tuple(i / self.fps for i in range(source.info.num_frames))
-                info = replace(source.info, fps=self.fps, times_s=times_s)
-                source = replace(source, info=info)
-        source = request[FileSize].sized(source, (left + right, top + bottom))
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        """Fill size, length and rate by the file, which is read whole, once, with a border."""
+        source, (columns, rows) = (
+            read_clip(self.path, self.spelled, self.tracks),
+            draft.request.border,
+        )
+        if self.fps:
+            times_s = tuple(i / self.fps for i in range(source.info.num_frames))
+            source = replace(source, info=replace(source.info, fps=self.fps, times_s=times_s))
+        draft.source = source = draft.request[FileSize].sized(source, (columns, rows))
         (width, height), info = source.size, source.info
-        size = {"width": width + left + right, "height": height + top + bottom}
-        return {"source": source, "num_frames": info.num_frames, "fps": info.fps, **size}
+        draft.fill(num_frames=info.num_frames, fps=info.fps)
+        draft.fill(width=width + columns, height=height + rows)
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         super().check(request)
         if self.given is None:
             raise InputError(
@@ -104,18 +107,18 @@ class SourceClip(Duration):
             )
         if is_light(self.path) and not request.high_range:
             raise InputError(f"{self.spelled}: {self.path} is a folder of EXR images; add --hdr")
-        if self.fps is not None and self.source is None and not self.path.is_dir():
+        if self.fps is not None and not self.path.is_dir():
             raise InputError(f"--fps: {DECIDES}")
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
-        height, width = request.geometry(model).size_px
-        frames = pixel_frames(request.geometry(model).frames, model.video_vae.time_factor)
-        if (width, height, frames) != (request.width, request.height, request.seen_frames):
-            size = f"{request.width}x{request.height}, {request.num_frames} frames"
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        geometry, source = clip.geometry(model), clip.given
+        height, width = geometry.size_px
+        frames = pixel_frames(geometry.frames, model.video_vae.time_factor)
+        if (width, height, frames) != (clip.width, clip.height, clip.seen_frames):
+            size = f"{clip.width}x{clip.height}, {clip.num_frames} frames"
             yield f"{size}: made as {width}x{height}, {frames}, given back as it was"
-        yield from (f"{self.path}: {sentence}" for sentence in self.found.said())
-        info = self.found.info
-        over = info.sound_s - float(info.num_frames / info.fps)
+        yield from (f"{self.path}: {sentence}" for sentence in source.said())
+        over = source.info.sound_s - float(source.info.num_frames / source.info.fps)
         if over > 0.5:  # more than a codec adds
             yield f"{self.path}: its sound is cut where its pictures end, {over:.3g} s earlier"
 
@@ -125,37 +128,33 @@ class SourceClip(Duration):
 
     @property
     def path(self) -> Path:
-        assert self.given is not None, "the request is not checked"
+        assert self.given is not None, "`check` requires it"
         return self.given
 
     @property
     def tracks(self) -> Tracks:
         return Tracks(self.video_track, self.audio_track)
 
-    @property
-    def found(self) -> Footage:
-        assert self.source is not None, "the request is not resolved"
-        return self.source
-
     def video(
-        self, request: Any, model: ModelConfig, options: ModelOptions,
+        self, clip: Clip, model: ModelConfig, options: ModelOptions,
         kind: type[SourceVideo] = SourceVideo, **how: Any,
     ) -> Any:  # fmt: skip
         """The frames that the model sees. kind: of the stage; how: more of its fields."""
-        full = request.geometry(model)
+        full = clip.geometry(model)
         tiles = plan_encoder_tiles(options.vae_tiling, full.grid, model.video_vae)
-        return kind(self.found, full, tiles, inset=request.inset(model), **how)
+        return kind(clip.given, full, tiles, inset=clip.inset(model), **how)
 
-    def sound(
-        self, request: Any, model: ModelConfig, whole: bool = False, **how: Any
-    ) -> SourceSound:
-        """The sound of these frames, or of the whole file. how: more fields of the stage."""
-        seen = request
-        if whole:
-            seen = replace(request, source=replace(self.found, window=range(request.num_frames)))
-        how = {"num_videos": request.num_videos, "fit": "zeros", "record": "source.audio", **how}
-        how["track"] = self.audio_track
-        return SourceSound(self.path, seen.geometry(model), seen.source.start_s, **how)
+    def sound(self, clip: Clip, model: ModelConfig, **how: Any) -> SourceSound:
+        """The sound of these frames. how: more fields of the stage."""
+        how = {"num_videos": len(clip.seeds), "fit": "zeros", "record": "source.audio", **how}
+        start_s, track = clip.given.start_s, self.audio_track
+        return SourceSound(self.path, clip.geometry(model), start_s, track=track, **how)
+
+    def whole_sound(self, clip: Clip, model: ModelConfig) -> SourceSound | None:
+        if not clip.keeps_sound:
+            return None
+        whole = replace(clip, source=replace(clip.given, window=range(clip.num_frames)))
+        return self.sound(whole, model, sound=clip.audio)
 
 
 @dataclass(frozen=True)
@@ -179,8 +178,8 @@ class FileSize(Pixels):
         choices=FITS,
     )
 
-    def check(self, request: Any) -> None:
-        if self.fit and not (self.width or self.height or getattr(request, "join", None)):
+    def check(self, request: Request) -> None:
+        if self.fit and not (self.width or self.height or request.join):
             raise InputError(
                 "--fit: the clip keeps its size; add --width and --height, or leave it out"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -14,6 +14,10 @@ from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.stages.denoise import within
 from ltx2rt.stages.schedule import shifted_sigmas
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Draft
+    from ltx2rt.pipelines.request import Request
 
 flag = flags_of("sampling")
 
@@ -46,8 +50,9 @@ class Steps(Group):
         common=CLIP,
     )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        return {} if self.steps or not request.is_guided else {"steps": model.release.steps}
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        if not self.steps and draft.request.is_guided:
+            draft.fill(steps=model.release.steps)
 
 
 @dataclass(frozen=True)
@@ -71,7 +76,7 @@ class Skips(Group):
         """The flags that leave steps out."""
         return [spelling(f) for f in fields(self) if getattr(self, f.name) is not None]
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         given = self.given()
         if len(given) > 1:
             raise InputError(
@@ -79,16 +84,15 @@ class Skips(Group):
                 "leave one of the two out"
             )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        if request.is_guided:
-            self.plan(request.steps)
-        return {}
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        if draft.request.is_guided:
+            draft.plan = self.plan(draft.request.steps)
 
     def plan(self, steps: int) -> StepPlan | None:
-        """The steps of a resolved request that are evaluated; None for all. Raises InputError."""
+        """The steps that are evaluated; None for all. Raises InputError."""
         if self.step_plan is not None:
             plan = StepPlan.parse(self.step_plan)
-            assert plan is not None, "the request is not checked"
+            assert plan, "the parser has read it"
             plan.check(steps, "--step-plan", shifted_sigmas(steps))
             return plan
         skip = self.skip_step or 0
@@ -109,7 +113,7 @@ class Interval(Group):
         json="string",
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         skips = request[Skips].given() if request.has(Skips) else []
         if self.guidance_interval and skips:
             raise InputError(
@@ -117,11 +121,13 @@ class Interval(Group):
                 "leave one of the two out"
             )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        interval, steps = self.guidance_interval, request.steps
-        if request.is_guided and interval and not within(steps, interval).any():
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        interval, steps = self.guidance_interval, draft.request.steps
+        if not (interval and draft.request.is_guided):
+            return
+        if not within(steps, interval).any():
             raise InputError(
                 f"--guidance-interval: {interval[0]:g} {interval[1]:g} holds none of the {steps} "
                 "steps; widen it"
             )
-        return {}
+        draft.interval = interval

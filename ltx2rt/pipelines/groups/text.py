@@ -6,15 +6,19 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import INPUTS, flags_of
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.group import Added, Group
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
-from ltx2rt.stages.relay import PromptSpan, Relay, parse_span
+from ltx2rt.stages.relay import PromptSpan, parse_span
+
+if TYPE_CHECKING:
+    from ltx2rt.pipelines.clip import Clip, Draft
+    from ltx2rt.pipelines.request import Request
 
 flag = flags_of("clip")
 
@@ -27,11 +31,11 @@ TAG = re.compile(
 class Prompt(Group):
     prompt: str = flag("", "text that describes the video and its sound", common=INPUTS)
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if not self.prompt.strip():
             raise InputError("--prompt: the prompt is empty; say what the clip shows")
 
-    def remarks(self, request: Any, model: ModelConfig) -> Iterator[str]:
+    def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         for name, strength in TAG.findall(self.prompt):
             text = f"<lora:{name}:{strength}>" if strength else f"<lora:{name}>"
             yield f"the prompt's {text} is text here; a LoRA is given by --lora FILE:{strength or 1}"
@@ -50,23 +54,22 @@ class Enhancing(Group):
         None, "Gemma 3 or 4 for --enhance-prompt", metavar="PATH", file="folder"
     )
 
-    def check(self, request: Any) -> None:
+    def check(self, request: Request) -> None:
         if self.prompt_enhancer and not self.enhance_prompt:
             raise InputError("--prompt-enhancer: writes nothing without --enhance-prompt; add it")
 
 
 @dataclass(frozen=True)
 class NegativePrompt(Group):
-    """Resolved to the model's in a guided clip, and wherever else it is read."""
+    """Filled with the model's in a guided clip, and wherever else it is read."""
 
     negative_prompt: str | None = flag(
         None, "text of what to avoid (default: the model's)", group="guidance", common=INPUTS
     )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
-        if self.negative_prompt is None and (request.is_guided or request.negated):
-            return {"negative_prompt": model.release.negative_prompt}
-        return {}
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        if self.negative_prompt is None and (draft.request.is_guided or draft.request.negated):
+            draft.fill(negative_prompt=model.release.negative_prompt)
 
 
 @dataclass(frozen=True)
@@ -83,14 +86,9 @@ class PromptsByTime(Group):
         0.001, "softness of the ranges of --prompt-at, 1 for no bounds", above=0, most=1
     )
 
-    def resolved(self, request: Any, model: ModelConfig) -> dict[str, Any]:
+    def fits(self, clip: Clip, model: ModelConfig) -> None:
         for span in self.prompt_at:
-            span.check(float(request.num_frames / request.fps))
-        return {}
+            span.check(float(clip.num_frames / clip.fps))
 
-    def relay(self, prompt: str) -> Relay | None:
-        """The prompts by time, if there are any."""
-        return Relay(prompt, self.prompt_at, self.prompt_softness) if self.prompt_at else None
-
-    def added(self, request: Any, name: str, geometry: Geometry) -> dict[str, Any]:
-        return {"relay": self.relay(request.whole_prompt)}
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+        return Added({"relay": clip.relay})

@@ -103,7 +103,7 @@ def test_every_step_is_the_formula_over_diffusers(both, tiny, generation):
     texts = state.contexts["video"]
     both_texts = np.concatenate([texts[:1], texts[1:]], axis=1)
     contexts = {"video": both_texts, "audio": state.contexts["audio"][:1]}
-    places = positions_of(plan.request.geometry(both["cuda"].config, 2))
+    places = positions_of(plan.clip.geometry(both["cuda"].config, 2))
     assert_stage(runs, "stage1", module, places, DISTILLED_SIGMAS, contexts=contexts)
     assert 0 < np.mean(processor.cut) < 1
 
@@ -122,7 +122,7 @@ def test_a_scale_of_one_is_the_plain_clip(both):
 def test_given_clips_take_it_without_guidance(both, film):
     more = {"video_path": film, "noise_level": 0.725, "nag": 5}
     plan = make_plan(both["cuda"], make_request("v2v", prompt="fox", seed=1, **more))
-    assert plan.request.negative_prompt and len(plan.request.prompts) == 2
-    assert plan.request.nag == (5, 2.5, 0.25)
+    assert plan.clip.request.negative_prompt and len(plan.clip.prompts) == 2
+    assert plan.clip.request.nag == (5, 2.5, 0.25)
     with refused("--nag: for steps without guidance"):
         make_request("v2v", prompt="fox", guided=True, steps=2, **more)

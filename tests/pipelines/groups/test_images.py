@@ -95,7 +95,7 @@ def test_segments_keep_codes_of_16_bits(spied, picture, tmp_path):
     ):
         state, *_ = produce(session, plan)
         codes = np.concatenate(list(next(state.frames)))
-        parts = [np.stack(list(part.frames())) for part in plan.request.parts]
+        parts = [np.stack(list(part.frames())) for part in plan.clip.parts]
         recorded.finish(output)
         with av.open(str(folder / STREAM)) as streamed:
             assert len(list(streamed.decode(video=0))) == 33

@@ -27,6 +27,7 @@ from ltx2rt.media.video import read_frames
 from ltx2rt.models import vocoder
 from ltx2rt.models.geometry import pack_audio, pack_video, unpack_video
 from ltx2rt.pipelines import groups, make_request
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.pipelines.groups.segments import segment_seed
 from ltx2rt.placement.plan import peak
 from ltx2rt.run.files import Marks
@@ -131,9 +132,9 @@ def test_the_sound_is_that_of_one_run_of_the_vocoder(opened, tmp_path):
     session = opened.resident
     request = asked(tmp_path, num_frames=33, overlap=17, steps=1)
     _, wave = made(session, request)
-    full = request.resolved(session.config)
+    full = resolve(request, session.config)
     size = vocoder.frame_samples(session.config.vocoder)
-    spans = full[groups.Segments].spans(full)
+    spans = full.segments.spans
     places = [round(Fraction(span.start, 24) * 100) for span in spans]
     assert places == [0, 67, 133]
     mels = [part.mel() for part in full.parts]
@@ -216,19 +217,19 @@ def test_images_go_to_the_segment_that_they_are_new_in(opened, tmp_path):
     for name in ("a", "b"):
         Image.new("RGB", (64, 64), "red").save(tmp_path / f"{name}.png")
     images = [(tmp_path / "a.png", 0), (tmp_path / "b.png", 41)]
-    full = asked(tmp_path, images=images).resolved(opened.resident.config)
+    full = resolve(asked(tmp_path, images=images), opened.resident.config)
     for part, frames in enumerate(([0], [], [41 - 32])):
-        own = full[groups.Segments].request_of(part, full).images
+        own = full[groups.Segments].segment(part, full).images
         assert [image.frame for image in own] == frames
     last = asked(tmp_path, images=[(tmp_path / "a.png", 57)])
     with refused(r"frame 57 of .*, but the clip has frames 0 to 56"):
-        last.resolved(opened.resident.config)
+        resolve(last, opened.resident.config)
 
 
 def test_a_part_keeps_its_place_in_larger_pictures(opened, tmp_path):
     """70 rows are cut out of 96; the next segment sees them there, at the size of the file."""
     rng, request = np.random.default_rng(0), asked(tmp_path, "one-stage", width=100, height=70)
-    full = request.resolved(opened.resident.config)
+    full = resolve(request, opened.resident.config)
     pixels = rng.integers(0, 256, (25, 70, 100, 3)).astype(np.uint8)
     write_mp4(full.parts[0].path, [pixels], num_frames=25, fps=Fraction(24), container=EXACT)
     plan = make_plan(opened.resident, request)
@@ -361,7 +362,7 @@ def test_a_clip_plays_while_it_is_made(opened, tmp_path, audio):
     assert moments[len(moments) // 2] < 0.9
     sound = {} if not audio else {"waveform": state.waveforms[0], "sample_rate": state.sample_rate}
     again = tmp_path / "again.mp4"
-    note = comment(session, plan.request, 0)
+    note = comment(session, plan.clip, 0)
     write_mp4(again, [frames], num_frames=81, fps=Fraction(24), comment=note, **sound)
     assert output.read_bytes() == again.read_bytes()
     discard(folder)
@@ -456,19 +457,20 @@ def parsed(*words):
 def test_a_clip_is_asked_for_by_its_frames(opened):
     config, size = opened.resident.config, {**SIZE, "num_frames": 57}
     request = {"prompt": "a fox", **size, "segment_frames": 25}
-    found = make_request("one-stage", **request).resolved(config)
+    found = resolve(make_request("one-stage", **request), config)
     length = {**request, "num_frames": None, "seconds": 56 / 24}
-    length = make_request("one-stage", **length).resolved(config)
-    assert found == replace(length, asked="") and found.clip_frames == 57
+    length = resolve(make_request("one-stage", **length), config)
+    assert found.request == length.request and found.clip_frames == 57
     assert [part.start for part in found.parts] == [0, 16, 32]
-    assert found.resolved(config) == found  # as what a server keeps of it
+    assert resolve(found.request, config).request == found.request  # as what a server keeps of it
     for fps in ("24", "25", "29.97", "59.94", "7.3"):
         for frames in (129, 729, 1441):
             size = {"num_frames": frames, "segment_frames": 121 if frames < 1441 else None}
             clip = make_request("one-stage", prompt="a", fps=fps, seed=1, **size)
-            assert clip.resolved(config).clip_frames == frames, (fps, frames)
-    whole = make_request("one-stage", **{**request, "num_frames": 25}).resolved(config)
-    assert not whole.in_segments and (whole.clip_frames, whole.segment_frames) == (25, None)
+            assert resolve(clip, config).clip_frames == frames, (fps, frames)
+    whole = resolve(make_request("one-stage", **{**request, "num_frames": 25}), config)
+    assert whole.segments is None and whole.request.segment_frames is None
+    assert whole.clip_frames == 25
 
 
 def test_prompts_of_segments(tmp_path):
@@ -527,7 +529,7 @@ def test_segments_of_given_noise(opened, tmp_path):
     with refused(r"has no tensor segment2\.stage1\.video; it must hold"):
         make_plan(session, asked(tmp_path / "rest", **given))
     with refused(r"--latents-out: segment 1 in .* was made without it"):
-        check_records(asked(folder, **given).resolved(session.config), folder)
+        check_records(resolve(asked(folder, **given), session.config), folder)
 
 
 @pytest.mark.long

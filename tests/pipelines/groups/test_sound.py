@@ -105,10 +105,10 @@ def test_every_step_is_the_formula_over_diffusers(
     clean["audio"][TARGETS:] = tokens
     masks = {m: np.ones(len(x)) for m, x in clean.items()}
     masks["audio"][TARGETS:] = 1 - strength
-    places = places_of(plan.request, both["cuda"].config, at != "start", len(tokens))
+    places = places_of(plan.clip, both["cuda"].config, at != "start", len(tokens))
     given = stored_module(folder), places, shifted_sigmas(2), masks, clean
     how = {"voice": (2.5, TARGETS)} if at == "voice" else {}
-    assert_stage(runs, "stage1", *given, guided=plan.request, **how)
+    assert_stage(runs, "stage1", *given, guided=plan.clip, **how)
 
 
 def test_a_voice_that_does_not_guide_is_sound_before_the_clip(both, voice):
