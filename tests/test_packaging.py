@@ -63,7 +63,10 @@ def test_the_source_archive_holds_all_of_a_folder_or_nothing(built):
         names = [name.split("/", 1)[1] for name in tar.getnames() if "/" in name]
     assert not [name for name in names if name.startswith(("tests", "benchmarks", ".ci"))]
     needed = {"LICENSE", "README.md", "pyproject.toml", "kernels/ltx2rt_kernels/py.typed"}
-    assert needed <= set(names)
+    needed |= {f"examples/comfyui/{name}" for name in ("nodes.py", "client.py", "pyproject.toml")}
+    assert needed <= set(names) and "examples/comfyui/workflows/text.json" in names
+    nodes = tomllib.loads((ROOT / "examples/comfyui/pyproject.toml").read_text())
+    assert nodes["project"]["version"] == VERSION and nodes["tool"]["comfy"]["DisplayName"]
     assert not [name for name in names if name.endswith(".safetensors")]  # models stay in the clone
 
 
