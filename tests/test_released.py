@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import ANY
 
+import ml_dtypes
 import numpy as np
 import pytest
 from PIL import Image
@@ -16,15 +17,19 @@ from safetensors.numpy import load_file
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.media.output import write_wav
 from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.run.estimate import Devices, estimate
+from ltx2rt.run.plan import resolved_stages
 from ltx2rt.serve.admission import Admission
 from ltx2rt.session.open import open_session, opened_checkpoint
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.frames import DiffusionFrames
-from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.files import write_arrays
+from ltx2rt.weights.checkpoint import BLOCK_MATRIX, open_checkpoint
+from ltx2rt.weights.files import TensorFile, write_arrays
 from ltx2rt.weights.trained import model_digest
 from tests.conftest import assert_same, denoised, refused
+from tests.gguf_files import arrays_of
 from tests.parity import relative_l2
 from tests.released import BASE, FORMS, path_of
 
@@ -248,7 +253,19 @@ def test_forms_in_few_bits_make_nearly_the_clip_of_bfloat16(released, made, word
     assert 0 < relative_l2(found["video_latent"], expected["video_latent"]) < most
 
 
-def test_a_lora_trained_on_dev_goes_with_distilled_int8_weights(released, made, tmp_path):
+def in_e4m3(plain, out):
+    """A file with each matrix of its blocks as e4m3 numbers times a scale."""
+    file, arrays = TensorFile(plain), arrays_of(plain)
+    for name in [name for name in arrays if BLOCK_MATRIX.search(name) and arrays[name].ndim == 2]:
+        matrix = arrays.pop(name).astype(np.float32)
+        scale = np.float32(np.abs(matrix).max() / 448)
+        arrays[name] = (matrix / scale).astype(ml_dtypes.float8_e4m3fn)
+        arrays[f"{name}_scale"] = np.array(scale)
+    write_arrays(out, arrays, file.metadata)
+
+
+@pytest.mark.parametrize("form", ["int8", "fp8"])
+def test_a_lora_trained_on_dev_goes_with_distilled_weights(released, made, tmp_path, form):
     rng = np.random.default_rng(1)
     module = "diffusion_model.transformer_blocks.0.attn1.to_q.lora_{}.weight"
     arrays = {module.format(half): 0.1 * rng.standard_normal(size, np.float32)
@@ -256,9 +273,48 @@ def test_a_lora_trained_on_dev_goes_with_distilled_int8_weights(released, made, 
     base = model_digest(open_checkpoint(released("dev")))
     about = {"base": base, "trigger": None, "step": 10, "mode": "text to video"}
     write_arrays(tmp_path / "own.safetensors", arrays, {"ltx2rt": json.dumps(about)})
-    found, err = made(released("distilled int8"), "--lora", tmp_path / "own.safetensors")
+    folder = released("distilled" if form == "fp8" else "distilled int8")
+    if form == "fp8":
+        plain = folder / path_of("distilled")
+        in_e4m3(plain, plain.with_name("ltx-2.5-22b-distilled-transformer-fp8.safetensors"))
+        plain.unlink()
+    found, err = made(folder, "--lora", tmp_path / "own.safetensors")
     assert "merged 1/1 modules" in err and err.count("its effect here is not known") == 1
     assert np.isfinite(found["video_latent"]).all()
+
+
+def test_dev_weights_say_their_steps_and_scales(released, made):
+    _, err = made(released("dev", "lora"), "--pipeline", "two-stage", "--steps", "2")
+    says = "two-stage: 2 + 3 steps, guided in the first, CFG 3 for video and 7 for audio\n"
+    assert err.count(says) == 1
+    _, err = made(released("distilled"))
+    assert "guided in the first" not in err
+
+
+@pytest.mark.parametrize("name", ["distilled", "keyframes"])
+def test_first_and_last_picture_are_in_both_stages(released, tmp_path, name):
+    Image.new("RGB", (64, 64)).save(tmp_path / "a.png")
+    options = ModelOptions("cuda", released("distilled"), device="cpu")
+    images = [tmp_path / "a.png", f"{tmp_path}/a.png:last"]
+    request = make_request(
+        name, prompt="a fox", seed=0, num_frames=17, images=images, size="128x64"
+    )
+    stages = resolved_stages(opened_checkpoint(options), options, request)
+    found = [stage for stage in stages if isinstance(stage, Denoise)]
+    assert [[image.spec.frame for image in stage.given] for stage in found] == [[0, 16]] * 2
+    assert [stage.geometry.size_px for stage in found] == [(32, 64), (64, 128)]
+
+
+def test_a_rewritten_prompt_is_kept_beside_the_given_one_and_can_be_left_out(released):
+    given = make_request(
+        "distilled", prompt="a fox", seed=0, enhanced_prompt="a wolf", num_frames=9
+    )
+    checkpoint = open_checkpoint(released("distilled"))
+    for text, followed in (("a wolf", "a wolf"), ("", "a fox"), (None, "a fox")):
+        clip = resolve(replace(given, enhanced_prompt=text), checkpoint.config)
+        assert clip.prompts == (followed,)
+        settings = clip.request.settings()
+        assert settings["prompt"] == "a fox" and settings["enhanced_prompt"] == text
 
 
 def test_inspect_shows_the_transformer_beside_dev(released, command):

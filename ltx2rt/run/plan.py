@@ -29,7 +29,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.stages.denoise import RECORDED, Denoise, noise_name
 from ltx2rt.stages.enhance import Enhancer, enhance
 from ltx2rt.stages.frames import Frames
-from ltx2rt.stages.stage import Stage
+from ltx2rt.stages.stage import MODALITIES, Stage
 from ltx2rt.stages.text import Text
 from ltx2rt.weights.changes import STORED
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -183,8 +183,19 @@ def checked(session: Session, found: Resolved) -> Plan:
     left = "a distilled LoRA, left out: distilled weights are those with it merged"
     trained += [f"{lora.path}: {left}" for lora in loras.idle]
     trained += [stage.remark for stage in stages if isinstance(stage, Frames) and stage.remark]
+    trained += _guided(clip, stages)
     said = _decided(session, clip.request, loras.distilled, stages)
     return Plan(clip, stages, loras, merges, said, tuple(trained))
+
+
+def _guided(clip: Clip, stages: Sequence[Stage]) -> Iterator[str]:
+    """Say by how many steps and which scales a clip is guided, if it is."""
+    if clip.guiding:
+        counts = {s.name: str(len(s.sigmas) - 1) for s in stages if isinstance(s, Denoise)}
+        scales = zip(MODALITIES, clip.guiding.guidance[:, 0], strict=True)
+        cfg = " and ".join(f"{scale:g} for {stream}" for stream, scale in scales if scale != 1)
+        steps = f"{' + '.join(counts.values())} steps"
+        yield f"{clip.request.name}: {steps}, guided in the first, CFG {cfg or 'off'}"
 
 
 def _decided(

@@ -288,6 +288,9 @@ class Length(Duration):
         draft.fill(num_frames=count, seconds=None, auto_duration=window)
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
+        if window := clip.request.auto_duration:
+            low, high = window
+            yield f"the prompt chooses the length, {low:g} to {high:g} s; --seconds S sets it"
         asked, given = clip.asked, f"{clip.asked.num_frames} frames"
         given = f"{asked.seconds:g} s" if asked.seconds else given
         rounded = asked.seconds or asked.num_frames not in (None, clip.num_frames)
