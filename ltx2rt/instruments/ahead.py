@@ -50,7 +50,11 @@ class Target:
     """The programs to compile, and the devices to compile them for."""
 
     topology: str = flag(
-        MISSING, "TPUs to compile for, such as v6e-8 or v6e:2x4", group=MEMORY, metavar="GEN:CHIPS"
+        MISSING,
+        "TPUs to compile for, such as v6e-8 or v6e:2x4",
+        group=MEMORY,
+        metavar="GEN:CHIPS",
+        also=("--device-kind",),
     )
     component: tuple[str, ...] = flag(
         (),

@@ -234,8 +234,8 @@ def slice_chips(name: str) -> str:
     for generation, (known, in_chip) in GENERATIONS.items():
         if known == kind and (sides := SLICES[generation].get(count // in_chip)):
             return f"{generation}:{'x'.join(map(str, sides))}"
-        if chips and _kinds(spelled) == [known]:
-            return f"{generation}:{chips}"
+        if _kinds(spelled) == [known]:
+            return f"{generation}:{chips or '1' + 'x1' * (len(SLICES[generation][4]) - 1)}"
     return name
 
 

@@ -159,6 +159,12 @@ def test_a_topology_says_its_devices_and_no_pipeline_is_left_out():
         assert (job.kind.name, job.mesh) == (kind, mesh)
 
 
+def test_a_topology_is_a_kind_of_devices():
+    words = "compile --preset tiny-2.3 --device-kind trillium-4 --component upsampler".split()
+    job = job_of(parser().parse_args(words))
+    assert job.topology == "v6e:2x2" and job.kind.name == "v6e"
+
+
 @pytest.mark.parametrize("decoder", ["diffusion-decoder", "diffusion-features"])
 def test_a_part_of_the_diffusion_decoder_implies_it(decoder):
     words = ["compile", *flags(preset="tiny-2.5", pipeline="distilled", component=decoder)]
@@ -168,7 +174,7 @@ def test_a_part_of_the_diffusion_decoder_implies_it(decoder):
 
 @pytest.mark.parametrize("changes,words", [
     ({"topology": "v9:2x4"}, ["v9:2x4", "v6e", "tpu7x", "v5p"]),
-    ({"topology": "v6e"}, ["--topology", "v6e:2x4"]), ({"topology": "v6e:2x0"}, ["--topology"]),
+    ({"topology": "v6e:2"}, ["--topology", "v6e:2x4"]), ({"topology": "v6e:2x0"}, ["--topology"]),
     ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "there are 4"]),
     ({"mesh": "row=4"}, ["--mesh", "tensor"]), ({"stage": 3}, ["--stage"]),
     ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),

@@ -78,6 +78,7 @@ def test_a_name_may_state_the_number_of_devices(name, kind, count):
     ("v7x-8", "tpu7x:2x2x1", 8), ("tpu7x-2", "tpu7x:1x1x1", 2), ("v5p-16", "v5p:2x2x2", 8),
     ("trillium-8", "v6e:2x4", 8), ("ironwood-8", "tpu7x:2x2x1", 8), ("Ironwood:2x2x1", "tpu7x:2x2x1", 8),
     ("v7x:2x2x2", "tpu7x:2x2x2", 16), ("trillium:2x2", "v6e:2x2", 4),
+    ("v6e", "v6e:1x1", 1), ("ironwood", "tpu7x:1x1x1", 2),
 ])  # fmt: skip
 def test_a_slice_is_compiled_for_by_its_name(name, chips, devices):
     assert slice_chips(name) == chips and topology(name)[1] == devices
