@@ -10,6 +10,9 @@ What the command line refuses raises InputError with the same sentence.
 
 from __future__ import annotations
 
+import base64
+import html
+import io
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -20,7 +23,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import RLock
-from typing import Any
+from typing import IO, Any
 from weakref import finalize
 
 import numpy as np
@@ -28,7 +31,7 @@ import numpy as np
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError, singular
 from ltx2rt.flags import keywords
-from ltx2rt.media.images import as_array, levels, on_disk
+from ltx2rt.media.images import Resize, as_array, levels, on_disk
 from ltx2rt.media.mp4 import EXACT, write_mp4
 from ltx2rt.media.output import write_clip
 from ltx2rt.media.provenance import Origin
@@ -48,6 +51,8 @@ from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
 from ltx2rt.session.stopwatch import Progress
+
+SHOWN_PX = 512  # longer side of a clip that a notebook shows
 
 
 @dataclass(frozen=True)
@@ -71,17 +76,37 @@ class Clip:
         count, height, width, _ = self.frames.shape
         return singular(f"<Clip of {count} frames {width}x{height}, {sound}, seed {self.seed}>")
 
+    def _repr_html_(self) -> str:
+        """The clip as a small MP4, which a notebook plays."""
+        if not len(self.frames):
+            return html.escape(repr(self))
+        height, width = self.frames.shape[1:3]
+        share = min(SHOWN_PX / max(height, width), 1)
+        width, height = (max(round(side * share / 2) * 2, 2) for side in (width, height))
+        small = Resize(width, height, "scale")
+        frames, file = np.stack([small(frame) for frame in self.frames]), io.BytesIO()
+        replace(self, frames=frames).save(file)
+        data = base64.b64encode(file.getvalue()).decode()
+        return f'<video controls loop src="data:video/mp4;base64,{data}"></video>'
+
     def save(
         self,
-        path: str | Path,
+        path: str | Path | IO[bytes],
         *,
+        form: str = ".mp4",
         provenance: bool = True,
         sign: tuple[str | Path, str | Path] | None = None,
     ) -> None:
-        """Write the clip as `--output` would: *.mp4, *.mov, *.webm, *.gif, *%05d.png or *.wav, with the
-        settings in its metadata and, unless `provenance` is False, the mark that a model made it.
-        sign: certificate and key, PEM files, for a C2PA manifest. Raises InputError if it cannot be
-        written."""
+        """Write the clip as `--output` would, with the settings in its metadata and, unless
+        `provenance` is False, the mark that a model made it. path: its ending names the form; into
+        an open file, such as BytesIO, goes a file of `form`. sign: certificate and key, PEM files,
+        for a C2PA manifest. Raises InputError if it cannot be written."""
+        if not isinstance(path, (str, os.PathLike)):
+            with TemporaryDirectory() as folder:
+                file = Path(folder, f"clip.{form.removeprefix('.')}")
+                self.save(file, provenance=provenance, sign=sign)
+                path.write(file.read_bytes())
+            return
         output, count = Path(path), len(self.frames) or self.settings["num_frames"]
         signature = parse_signature(sign) if sign else None
         files = Files(outputs=(output,), provenance=provenance, sign=signature)

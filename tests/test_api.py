@@ -1,11 +1,15 @@
 """`import ltx2rt`: what a clip holds, and that Python is refused what the command line is, in the
 same words."""
 
+import base64
+import io
 import json
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from fractions import Fraction
 
 import av
@@ -53,6 +57,26 @@ def test_a_clip_is_that_of_the_command_line(clip, generate, model, images):
     keys = {*"seed stages warmup_s load_s peak_bytes versions device mesh lora".split()}
     assert keys | {"programs_built", "loaded_bytes"} <= clip.report.keys()
     assert clip.report.keys() == run.report.keys()
+
+
+def test_a_clip_goes_into_open_files_and_notebooks(clip):
+    for form, codec in ((".mp4", "h264"), ("webm", "vp9"), ("flac", "flac")):
+        clip.save(file := io.BytesIO(), form=form)
+        file.seek(0)
+        with av.open(file) as made:
+            stream = made.streams[0]
+            assert stream.codec_context.codec.canonical_name == codec
+    with refused("not named"):
+        clip.save(io.BytesIO(), form="avi")
+    wide = replace(clip, frames=np.zeros((3, 400, 1200, 3), np.uint8))
+    for one, size in ((clip, (128, 64)), (wide, (512, 170))):
+        shown = re.fullmatch(
+            r'<video controls loop src="data:video/mp4;base64,(.*)">.*', one._repr_html_()
+        )
+        with av.open(io.BytesIO(base64.b64decode(shown[1]))) as made:
+            video = made.streams.video[0]
+            assert (video.width, video.height) == size and made.streams.audio
+    assert "&lt;Clip" in replace(clip, frames=clip.frames[:0])._repr_html_()
 
 
 def test_pictures_and_open_files_stand_for_files(session, clip, images):

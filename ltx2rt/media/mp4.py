@@ -98,7 +98,7 @@ class Container:
 
     def options(self, fps: Fraction, sample_rate: int) -> dict[str, str]:
         """sample_rate: in Hz; 0 without sound."""
-        if self.format == "webm":
+        if self.format not in ("mp4", "mov"):
             return {"fflags": "+bitexact"}  # no random identifier
         # units per second of the edit lists: whole for frames and samples, if 32 bits allow
         both = math.lcm(fps.numerator, sample_rate or 1)
@@ -117,6 +117,22 @@ FRAGMENTS = {
 MP4 = Container("mp4", "libx264", H264_OPTIONS, "aac", AAC_OPTIONS, AAC_BITS_PER_S, AAC_RATES)
 MOV = replace(MP4, format="mov")
 WEBM = Container("webm", "libvpx-vp9", VP9_OPTIONS, "libopus", {}, OPUS_BITS_PER_S, OPUS_RATES)
+# AAC's delay would move Matroska's pictures
+MKV = replace(
+    MP4, format="matroska", audio="flac", audio_options={}, audio_bits_per_s=0, audio_rates=()
+)
+# Apple ProRes 422 HQ for editors, with their 24-bit PCM
+PRORES = Container(
+    "mov", "prores_ks", {"profile": "3", "vendor": "apl0"}, "pcm_s24le", {}, 0, (), "yuv422p10le"
+)
+MP3_RATES = (8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000)  # ISO 13818-3
+# Files without pictures.
+FLAC = replace(MKV, format="flac", video="")
+MP3 = replace(
+    FLAC, format="mp3", audio="libmp3lame", audio_bits_per_s=320_000, audio_rates=MP3_RATES
+)
+M4A = replace(MP4, format="ipod", video="")
+OGG = replace(WEBM, format="ogg", video="")
 # Signals of 10 bits in hybrid log-gamma or PQ (BT.2100). One frame at a time: x265's result depends
 # on it.
 TEN_BITS, BT2020, ARIB_STD_B67, SMPTE_ST_2084 = "yuv420p10le", 9, 18, 16
@@ -226,7 +242,7 @@ def _describe(
     """Set the tags of an open file. In MP4 and MOV the XMP gets a box at the end instead."""
     if comment is not None:
         file.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
-    if origin and kind.format == "webm":
+    if origin and kind.format not in ("mp4", "mov"):
         file.metadata["XMP"] = origin.xmp()
 
 
@@ -235,6 +251,13 @@ def _streams(
     colours: Colours,
 ) -> tuple[Any, Any]:  # fmt: skip
     """A video stream and, at a rate in Hz, one of sound, with their encoders."""
+    video = _pictures(file, kind, fps, pixel_aspect, colours)
+    return video, None if sample_rate is None else _heard(file, kind, sample_rate)
+
+
+def _pictures(
+    file: Any, kind: Container, fps: Fraction, pixel_aspect: Fraction, colours: Colours
+) -> Any:
     video: Any = file.add_stream(kind.video, rate=fps, options=dict(kind.video_options))
     video.pix_fmt, codec = kind.pixels, video.codec_context
     codec.thread_count, codec.time_base = ENCODER_THREADS, 1 / fps
@@ -247,13 +270,37 @@ def _streams(
         codec.codec_tag, codec.color_range = "hvc1", LIMITED_RANGE  # as players of Apple ask
         codec.colorspace = codec.color_primaries = BT2020
         codec.color_trc = kind.transfer
-    audio: Any = None
-    if sample_rate is not None:
-        how = {"rate": sample_rate, "layout": "stereo", "options": dict(kind.audio_options)}
-        audio = file.add_stream(kind.audio, **how)
-        if kind.audio_bits_per_s:
-            audio.bit_rate = kind.audio_bits_per_s
-    return video, audio
+    return video
+
+
+def _heard(file: Any, kind: Container, sample_rate: int) -> Any:
+    how = {"rate": sample_rate, "layout": "stereo", "options": dict(kind.audio_options)}
+    audio: Any = file.add_stream(kind.audio, **how)
+    if kind.audio_bits_per_s:
+        audio.bit_rate = kind.audio_bits_per_s
+    if kind.audio == "flac":
+        audio.codec_context.format = "s32"  # 24 bits
+    return audio
+
+
+def write_sound(
+    path: Path,
+    sound: Sound,
+    sample_rate: int,
+    kind: Container,
+    comment: dict[str, Any] | None = None,
+    origin: Origin | None = None,
+) -> None:
+    """Write a file without pictures, whole or not at all."""
+    import av
+
+    with replacing(path) as partial:
+        options = {"fflags": "+bitexact"}
+        with av.open(str(partial), "w", format=kind.format, options=options) as file:
+            _describe(file, kind, comment, origin)
+            _encode_audio(file, _heard(file, kind, sample_rate), sound, sample_rate)
+        if origin:
+            origin.mark(partial, path.suffix.lower())
 
 
 class FollowedClip:
@@ -279,7 +326,7 @@ class FollowedClip:
 
         self.path, self.fps, self.rate, self._origin = path, fps, sample_rate, origin
         self._held = np.zeros((2, 0), np.float32)  # sound that is not yet a frame of AAC
-        self._written, self._heard = 0, 0
+        self._written, self._heard, self._suffix = 0, 0, f".{container.format}"
         self._stream = os.fdopen(os.open(stream, WRITE, 0o666), "wb", buffering=0)
         options = container.options(fps, sample_rate or 0)
         files = (
@@ -314,7 +361,7 @@ class FollowedClip:
             file.close()
         self._stream.close()
         if self._origin:
-            self._origin.mark(self.path, self.path.suffix)
+            self._origin.mark(self.path, self._suffix)
         return _verify(self.path, self._written, self.fps, self.rate)
 
     def abandon(self) -> None:

@@ -1,13 +1,14 @@
 """Every form that a clip is written in, told by the name of its file.
 
-    *.mp4, *.mov      H.264 and AAC
+    *.mp4, *.mov      H.264 and AAC, as *.m4v; *.mkv has FLAC
+    *prores.mov       Apple ProRes 422 HQ and PCM, for editors, as clip.prores.mov
     *.webm            VP9 and Opus
-    *.gif             256 colours a frame, no sound
-    *.png             one picture, as *.jpg, *.webp and, in high dynamic range, *.exr
-    *%05d.png         numbered frames from 0 on, and the sound next to them as WAV
+    *.gif, *.webp     an animation without sound; a GIF has 256 colours a frame
+    *.png             one picture, as *.jpg and, in high dynamic range, *.exr
+    *%05d.png         numbered frames from 0 on, as *%05d.jpg, and the sound next to them as WAV
     *%05d.exr         the same in half floats, of a clip in high dynamic range; *.mp4 and *.mov of
                       one are HEVC of 10 bits in HLG or PQ
-    *.wav             only the sound, 16 bits
+    *.wav             only the sound, 16 bits; *.flac 24 bits, *.mp3, *.m4a, *.ogg, *.opus
     first.png         the first frame of several, as last.png the last one, also fox-last.jpg
 
 Decides names and refusals. A clip may have any number of them, which all appear whole or not at
@@ -20,6 +21,7 @@ import json
 import math
 import os
 import re
+import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,10 +41,16 @@ from ltx2rt.atomic_file import replacing, unfinished
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import HighRange, as_frames, exr_bytes, from_model, video_signal
 from ltx2rt.media.mp4 import (
+    FLAC,
     HLG,
+    M4A,
+    MKV,
     MOV,
+    MP3,
     MP4,
+    OGG,
     PQ,
+    PRORES,
     USUAL,
     WEBM,
     Colours,
@@ -51,23 +59,26 @@ from ltx2rt.media.mp4 import (
     fit_audio,
     to_rgb8,
     write_mp4,
+    write_sound,
 )
 from ltx2rt.media.provenance import SIGNED_TYPES, XMP_TEXT, Origin
 from ltx2rt.media.sound import at_rate, wav_bytes, write_wav
 from ltx2rt.notes import note
 
-CONTAINERS = {".mp4": MP4, ".mov": MOV, ".webm": WEBM}
+CONTAINERS = {".mp4": MP4, ".mov": MOV, ".m4v": MP4, ".mkv": MKV, ".webm": WEBM}
+PRORES_NAME = re.compile(r"(?:.*[-_. ])?prores\.mov", re.IGNORECASE)
 HIGH_RANGE = {"hlg": HLG, "pq": PQ}
-NUMBERED = (".png", ".exr")  # frames are separate files
+NUMBERED = (".png", ".exr", ".jpg", ".jpeg", ".webp")  # frames may be separate files
 STILLS = {".png": "PNG", ".exr": "", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP"}
-SUFFIXES = (*CONTAINERS, ".gif", *STILLS, ".wav")
+ANIMATED = (".gif", ".webp")
+SOUNDS = {".wav": None, ".flac": FLAC, ".mp3": MP3, ".m4a": M4A, ".ogg": OGG, ".opus": OGG}
+SUFFIXES = (*CONTAINERS, *dict.fromkeys((*ANIMATED, *STILLS)), *SOUNDS)
 GIF_TICKS, GIF_FPS = 100, 50  # a second; browsers show frames of one tick ten times as long
 QUALITY = {"quality": 95, "subsampling": 0}  # JPEG and WebP
 MAX_MARKED_BYTES = 65000  # a JPEG has segments of 64 KiB
 USUAL_RATE = 48000  # Hz; for sound at a rate that a container lacks
 NUMBER = re.compile(r"%(?:0[1-9])?d")
 END = re.compile(r"(?:.*[-_. ])?(first|last)", re.IGNORECASE)  # stem of a picture of one frame
-SOUNDS = (".wav",)
 LOOK_S = 0.1  # between two looks at a writer that takes no chunk
 PNG_LEVEL = 3  # level of zlib: a third of the time of its usual 6, files a twentieth larger
 PNG_THREADS = 8
@@ -76,8 +87,10 @@ FileState = tuple[int, int, int]  # device, inode and time of the last change
 
 
 def is_still(path: Path) -> bool:
-    """Whether it names one picture."""
-    return path.suffix.lower() in STILLS and not is_numbered(path)
+    """Whether it names one picture; *.webp names an animation."""
+    suffix = path.suffix.lower()
+    named = suffix not in ANIMATED or END.fullmatch(path.stem) is not None
+    return suffix in STILLS and named and not is_numbered(path)
 
 
 def end_of(path: Path) -> str:
@@ -126,7 +139,7 @@ def check_hdr(path: Path, transfer: str | None) -> None:
     """Refuse a form that has no high dynamic range for a clip in one, and the other way round.
     transfer: of its signal, None of an ordinary clip. Raises InputError."""
     suffix, hdr = path.suffix.lower(), transfer is not None
-    if hdr and suffix not in (".mp4", ".mov", ".exr", *SOUNDS):
+    if hdr and suffix not in (".mp4", ".mov", ".m4v", ".mkv", ".exr", *SOUNDS):
         raise InputError(f"--hdr: {path} cannot hold it; write *.mp4, *.mov or *%05d.exr")
     if not hdr and suffix == ".exr":
         raise InputError(f"--output: {path} is for clips in high dynamic range; add --hdr")
@@ -141,19 +154,23 @@ def check_signed(path: Path) -> None:
 
 def container_of(path: Path, transfer: str | None = None) -> Container | None:
     """The container by the path's suffix; None if it is none. transfer: as of `check_hdr`."""
+    if PRORES_NAME.fullmatch(path.name) and not transfer:
+        return PRORES
     found = CONTAINERS.get(path.suffix.lower())
     return replace(HIGH_RANGE[transfer], format=found.format) if found and transfer else found
 
 
 def check_encoders(path: Path, transfer: str | None = None) -> None:
     """Refuse a container if this build of FFmpeg lacks its encoders. Raises InputError."""
-    if container := container_of(path, transfer):
+    suffix = path.suffix.lower()
+    if container := container_of(path, transfer) or SOUNDS.get(suffix):
         import av
 
         for encoder in (container.video, container.audio):
-            if encoder not in av.codecs_available:
+            if encoder and encoder not in av.codecs_available:
                 lacking = f"the encoder {encoder}, which this build of FFmpeg lacks"
-                raise InputError(f"--output: {path} needs {lacking}; write *.mp4")
+                other = "*.wav" if suffix in SOUNDS else "*.mp4"
+                raise InputError(f"--output: {path} needs {lacking}; write {other}")
 
 
 def check_streams(paths: Sequence[Path], has_video: bool, has_sound: bool) -> None:
@@ -246,7 +263,18 @@ def write_clip(
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
     """
-    suffix, fitted = path.suffix.lower(), None
+    suffix, fitted, how = (
+        path.suffix.lower(),
+        None,
+        container_of(path, hdr.transfer if hdr else None),
+    )
+    rates = how.audio_rates if how or (how := SOUNDS.get(suffix)) else ()
+    if waveform is not None and rates and sample_rate not in rates:
+        assert how, "a form with rates"
+        note(
+            f"{path}: {how.audio} has no {sample_rate} Hz; the sound is resampled to {USUAL_RATE} Hz"
+        )
+        waveform, sample_rate = at_rate(waveform, sample_rate, USUAL_RATE), USUAL_RATE
     clip: dict[str, Any] = {"num_frames": num_frames, "fps": fps, "comment": comment}
     clip |= {"origin": origin, "pixel_aspect": pixel_aspect}
     if waveform is not None:  # without a picture it lasts as long as it is
@@ -255,22 +283,23 @@ def write_clip(
     if is_numbered(path):
         files = _write_frames(path, chunks, num_frames, fitted, sample_rate, comment, origin, hdr)
         return {file: state_of(file) for file in files}
-    if container := container_of(path, hdr.transfer if hdr else None):
-        shown = signals(chunks, hdr) if hdr else chunks
-        if waveform is not None and sample_rate not in container.audio_rates:
-            lacking = f"{container.audio} has no {sample_rate} Hz"
-            note(f"{path}: {lacking}; the sound is resampled to {USUAL_RATE} Hz")
-            waveform, sample_rate = at_rate(waveform, sample_rate, USUAL_RATE), USUAL_RATE
-        clip |= {"waveform": waveform, "sample_rate": sample_rate, "colours": colours}
-        write_mp4(path, shown, **clip, container=container)
-    elif suffix in SOUNDS:
+    if suffix in SOUNDS:
         if fitted is None:
             raise ValueError(f"{path}: there is no sound to write")
-        write_wav(path, fitted, sample_rate, comment, origin)
-    elif suffix == ".gif":
+        if how:
+            write_sound(path, fitted, sample_rate, how, comment, origin)
+        else:
+            write_wav(path, fitted, sample_rate, comment, origin)
+    elif how:
+        shown = signals(chunks, hdr) if hdr else chunks
+        clip |= {"waveform": waveform, "sample_rate": sample_rate, "colours": colours}
+        write_mp4(path, shown, **clip, container=how)
+    elif suffix in ANIMATED and not is_still(path) and (suffix == ".gif" or num_frames > 1):
+        write = _write_gif if suffix == ".gif" else _write_webp
         if waveform is not None:
-            note(f"{path}: a GIF has no sound; write *.mp4 for it")
-        _write_gif(path, chunks, **clip)
+            form = "a GIF" if suffix == ".gif" else "an animated WebP"
+            note(f"{path}: {form} has no sound; write *.mp4 for it")
+        write(path, chunks, **clip)
     else:
         pixels = _one_frame(path, chunks, hdr)
         with replacing(path) as unfinished_path:
@@ -456,6 +485,53 @@ def _write_gif(
             raise ValueError(f"frames: {number} arrived, expected {num_frames}")
         if origin:
             origin.mark(unfinished_path, ".gif")
+
+
+def _write_webp(
+    path: Path, chunks: Iterable[np.ndarray], *, num_frames: int, fps: Fraction,
+    comment: dict[str, Any] | None, origin: Origin | None, pixel_aspect: Fraction,
+) -> None:  # fmt: skip
+    """An animation with times in milliseconds, which keeps its settings in Exif as pictures do."""
+    import av
+    from PIL import Image
+
+    exif, number = Image.Exif(), 0
+    if comment is not None:
+        exif.get_ifd(EXIF)[USER_COMMENT] = b"ASCII\0\0\0" + json.dumps(comment).encode()
+    with replacing(path) as unfinished_path:
+        options = {"loop": "0", "fflags": "+bitexact"}
+        with av.open(str(unfinished_path), "w", format="webp", options=options) as file:
+            stream: Any = file.add_stream("libwebp_anim", rate=fps, options={"quality": "90"})
+            stream.pix_fmt = "yuv420p"
+            for pixels in (f for chunk in chunks for f in to_rgb8(chunk)):
+                width = round(pixels.shape[1] * pixel_aspect)
+                shown = Image.fromarray(pixels)
+                shown = shown if pixel_aspect == 1 else shown.resize((width, shown.height))
+                if number == 0:
+                    stream.width, stream.height = shown.size
+                frame = av.VideoFrame.from_image(shown).reformat(format="yuv420p")
+                frame.pts, frame.time_base = number, 1 / fps
+                file.mux(stream.encode(frame))
+                number += 1
+            if number != num_frames:
+                raise ValueError(f"frames: {number} arrived, expected {num_frames}")
+            file.mux(stream.encode())
+        packets = {b"EXIF": exif.tobytes() if comment is not None else b""}
+        packets[b"XMP "] = origin.xmp().encode() if origin else b""
+        add_to_webp(unfinished_path, packets)
+        if origin:
+            origin.mark(unfinished_path, ".webp")
+
+
+def add_to_webp(file: Path, packets: Mapping[bytes, bytes]) -> None:
+    """Append chunks of metadata to an animation, and say so in its header."""
+    data = bytearray(file.read_bytes())
+    for name, packet in packets.items():
+        if packet:
+            data[20] |= {b"EXIF": 8, b"XMP ": 4}[name]
+            data += name + struct.pack("<I", len(packet)) + packet + b"\0" * (len(packet) % 2)
+    data[4:8] = struct.pack("<I", len(data) - 8)
+    file.write_bytes(data)
 
 
 def picture_comment(image: Any) -> str | bytes:

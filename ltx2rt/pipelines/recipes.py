@@ -146,7 +146,8 @@ def settings_in(path: Path) -> dict[str, Any]:
                 text = picture_comment(image)
         else:
             with av.open(str(path)) as file:
-                known = {key.lower(): value for key, value in file.metadata.items()}
+                tags = [file.metadata, *(stream.metadata for stream in file.streams)]
+                known = {key.lower(): value for tag in tags for key, value in tag.items()}
                 text = known.get("comment", "")
         if len(text) > MOST_COMMENT:
             raise ValueError(f"{len(text)} characters")

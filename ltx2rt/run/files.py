@@ -74,9 +74,9 @@ class Files(Marks):
 
     outputs: tuple[Path, ...] = flag(
         (),
-        "files to write: *.mp4, *.mov, *.webm, *.gif, *%05d.png, *%05d.exr, *.wav, of one frame "
-        "*.png, *.jpg, *.webp, of more *first.png, *last.png (default: ltx2rt-SEED.mp4, unless "
-        "--latents-out is given)",
+        "files to write: *.mp4, *.mov, *.m4v, *.mkv, *.webm, *prores.mov, *.gif, *.webp, *%05d.png, "
+        "*%05d.jpg, *%05d.exr, *.wav, *.flac, *.mp3, of one frame *.png, *.jpg, of more *first.png, "
+        "*last.png (default: ltx2rt-SEED.mp4, unless --latents-out is given)",
         Path,
         name="--output",
         repeat=True,
@@ -102,7 +102,7 @@ class Files(Marks):
         next to numbered frames is not named again."""
         sounds = [sound_beside(path) for path in self.outputs if is_numbered(path)]
         named = [path for path in dict.fromkeys(self.outputs) if path not in sounds]
-        named.sort(key=lambda path: path.suffix.lower() in (".gif", ".wav", *STILLS))
+        named.sort(key=lambda path: path.suffix.lower() not in CONTAINERS)
         object.__setattr__(self, "outputs", tuple(named))
 
     @property

@@ -14,7 +14,7 @@ from typing import Any
 
 from ltx2rt.atomic_file import DISK_ERRORS, NotWritten
 from ltx2rt.media.hdr import HighRange
-from ltx2rt.media.mp4 import FollowedClip
+from ltx2rt.media.mp4 import PRORES, FollowedClip
 from ltx2rt.media.output import FileState, container_of, signals, state_of, write_clip
 from ltx2rt.media.provenance import copy_mark
 from ltx2rt.pipelines.clip import Clip
@@ -120,7 +120,8 @@ def recording(
     rate = rate if made.audio else None
     if (
         container is None
-        or container.format == "webm"
+        or container.format not in ("mp4", "mov")
+        or container.pixels == PRORES.pixels
         or (rate is not None and rate not in container.audio_rates)
     ):
         yield None

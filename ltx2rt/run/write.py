@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 
-from ltx2rt.media.mp4 import AAC_BITS_PER_S
 from ltx2rt.media.output import STILLS, is_still, remove_made
 from ltx2rt.run.files import Files, video_files, write_report
 from ltx2rt.run.plan import Plan
@@ -51,7 +50,7 @@ def sizes(session: Session, plan: Plan, files: Files) -> dict[Path, int]:
         per_pixel = FRAME_BYTES_PER_PIXEL.get(output.suffix.lower(), wide * BYTES_PER_PIXEL)
         shown = 1 if is_still(output) else clip.clip_frames
         size = int(pixels * per_pixel * shown / clip.clip_frames)
-        size += int(seconds * AAC_BITS_PER_S / 8) + 2**16
+        size += int(3 * samples) + 2**16  # 24 bits
         sizes |= dict.fromkeys(video_files(output, clip.seeds), size)
     if clip.segments and (output := files.output or files.latents_out):
         kept = 4 * (wide * pixels + samples)

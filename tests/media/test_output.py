@@ -13,13 +13,17 @@ import pytest
 from PIL import Image
 
 from ltx2rt.media import output
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.mp4 import durations, to_rgb8
 from ltx2rt.media.output import check_output, check_streams, files_of, write_clip
-from ltx2rt.run.write import BYTES_PER_PIXEL
+from ltx2rt.media.provenance import Origin
+from ltx2rt.media.sound import read_sound
+from ltx2rt.pipelines.recipes import settings_in
+from ltx2rt.run.write import BYTES_PER_PIXEL, FRAME_BYTES_PER_PIXEL
 from tests.conftest import refused
 from tests.media.test_mp4 import NTSC, clip, failing, tone
 
-COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1}
+COMMENT = {"prompt": "a “cat”\nsings", "seed": 2**63 - 1, "settings": {"pipeline": "a"}}
 
 
 def write(path, chunks=None, **more):
@@ -31,15 +35,13 @@ def write(path, chunks=None, **more):
 def decoded(path):
     with av.open(str(path)) as container:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
-    with av.open(str(path)) as container:
-        sound = [frame.to_ndarray() for frame in container.decode(audio=0)]
-        rate = container.streams.audio[0].rate
-    return frames, np.concatenate(sound, -1), rate
+    return frames, *read_sound(path)
 
 
 @pytest.mark.parametrize("rate", [24000, 48000])
 @pytest.mark.parametrize("name, codecs", [
-    ("a.mp4", "h264 aac"), ("a.mov", "h264 aac"), ("a.WEBM", "vp9 opus"),
+    ("a.mp4", "h264 aac"), ("a.mov", "h264 aac"), ("a.WEBM", "vp9 opus"), ("a.m4v", "h264 aac"),
+    ("a.mkv", "h264 flac"), ("a-ProRes.mov", "prores pcm_s24le"),
 ])  # fmt: skip
 def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, codecs, rate):
     path = tmp_path / name
@@ -49,7 +51,7 @@ def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, codecs, 
         codec, sound = (kind[0].codec_context for kind in (streams.video, streams.audio))
         names = [each.codec.canonical_name for each in (codec, sound)]
         assert names == codecs.split() and streams.video[0].average_rate == NTSC
-        assert codec.pix_fmt == "yuv420p"
+        assert codec.pix_fmt == ("yuv422p10le" if "prores" in codecs else "yuv420p")
         assert (codec.color_range, codec.colorspace, codec.color_trc) == (1, 1, 1)
         said = {key.lower(): value for key, value in container.metadata.items()}
         assert json.loads(said["comment"]) == COMMENT
@@ -64,7 +66,7 @@ def test_containers_play_what_was_given_exactly_as_long(tmp_path, name, codecs, 
     assert abs(durations(path).video_s - float(seconds)) < 1e-3  # WebM counts milliseconds
     given, heard = tone(1, decoded_rate)[0, 3000:15000], sound[0, 3000:15000]
     assert np.corrcoef(heard, given)[0, 1] > 0.99  # aligned: a tenth of a period off is 0.8
-    write(again := tmp_path / f"b{path.suffix}", waveform=tone(1, rate), sample_rate=rate)
+    write(again := tmp_path / f"b-{name}", waveform=tone(1, rate), sample_rate=rate)
     assert again.read_bytes() == path.read_bytes()
 
 
@@ -117,7 +119,7 @@ def test_a_failure_leaves_nothing(tmp_path, name, chunks, error):
 
 
 @pytest.mark.parametrize("name, said", [
-    ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.webm, \*\.gif, \*\.png, \*\.exr, \*\.jpg, "),
+    ("a.avi", r"not named \*\.mp4, \*\.mov, \*\.m4v, \*\.mkv, \*\.webm, \*\.gif, \*\.webp, \*\.png, \*\.exr, "),
     ("a", "not named"),
     ("frames.png", r"one picture; add --num-frames 1, name it .*, or number .*: .*%05d\.png"),
     ("%d-%d.png", r"unknown way; write one %d, or %01d to %09d: .*%05d\.png"),
@@ -209,7 +211,6 @@ def test_a_form_fits_what_is_made_and_the_encoders(tmp_path, monkeypatch):
     check_streams([tmp_path / "a.wav", tmp_path / "a.mp4"], True, True)
     with refused("no sound is made"):
         check_streams([tmp_path / "a.wav", tmp_path / "a.mp4"], True, False)
-    assert output.SUFFIXES[-1] == ".wav" and set(output.CONTAINERS) == {".mp4", ".mov", ".webm"}
 
 
 @pytest.mark.parametrize("name, off", [("a.png", 0), ("a.jpg", 4), ("a.JPEG", 4), ("a.webp", 6)])
@@ -253,7 +254,65 @@ def test_a_gif_moves_in_time_and_tells_its_settings(tmp_path, capsys, fps, count
             lasting_ms += image.info["duration"]
 
 
-ALL = "%05d.png", "last.png", "a.mp4", "b.mov", "a.gif", "own.wav", "a-first.jpg"
+@pytest.mark.parametrize("name, codec, corr", [
+    ("a.wav", "pcm_s16le", 1), ("a.flac", "flac", 1), ("a.mp3", "mp3", 0.99), ("a.m4a", "aac", 0.99),
+    ("a.ogg", "opus", 0.99), ("a.OPUS", "opus", 0.99),
+])  # fmt: skip
+@pytest.mark.parametrize("count", [17, 0])
+def test_sound_alone_in_every_form_is_in_time_with_its_settings(tmp_path, name, codec, corr, count):
+    wave = tone(1, 48000)[:, :30000]
+    write(tmp_path / name, iter(()), num_frames=count, waveform=wave, sample_rate=48000)
+    with av.open(str(tmp_path / name)) as file:
+        assert file.streams.audio[0].codec_context.codec.canonical_name == codec
+    heard, rate = read_sound(tmp_path / name)
+    size = round(17 / NTSC * 48000) if count else 30000
+    assert rate == 48000 and 0 <= heard.shape[1] - size < 2000
+    assert np.corrcoef(heard[0, 3000:28000], wave[0, 3000:28000])[0, 1] >= corr - 1e-6
+    if name != "a.wav":
+        assert settings_in(tmp_path / name) == {"pipeline": "a"}
+
+
+@pytest.mark.parametrize("name", ["a.mkv", "a.m4v", "prores.mov", "a.webp", "a.gif", "a.webm"])
+def test_every_form_of_a_clip_gives_its_settings_back(tmp_path, name):
+    write(tmp_path / name)
+    assert settings_in(tmp_path / name) == {"pipeline": "a"}
+
+
+@pytest.mark.parametrize("fps", [NTSC, Fraction(10)])
+def test_an_animated_webp_is_a_clip_with_its_times(tmp_path, capsys, fps):
+    origin = Origin("a model", "", "an identity", "2026-01-01")
+    write(tmp_path / "a.webp", fps=fps, origin=origin)
+    assert "an animated WebP has no sound" in capsys.readouterr().err
+    clip_ = Footage.read(tmp_path / "a.webp", "--video-path")
+    assert clip_.info.num_frames == 17 and abs(clip_.info.fps - fps) < 0.1
+    error = np.stack([*clip_.frames()]).astype(float) - to_rgb8(clip())
+    assert np.sqrt((error**2).mean()) < 8
+    with Image.open(tmp_path / "a.webp") as image:
+        assert image.n_frames == 17 and image.info["loop"] == 0
+        assert json.loads(output.picture_comment(image)) == COMMENT
+        assert b"trainedAlgorithmicMedia" in image.info["xmp"]
+
+
+@pytest.mark.parametrize("name", ["%03d.jpg", "%d.webp"])
+def test_numbered_frames_may_be_of_any_kind(tmp_path, name):
+    check_output(tmp_path / name, 17)
+    made = write(tmp_path / name)
+    assert len(made) == 18 and tmp_path / "sound.wav" in made
+    found = Footage.read(tmp_path, "--video-path")
+    assert found.info.num_frames == 17 and found.info.has_sound
+
+
+ALL = (
+    "%05d.png",
+    "last.png",
+    "a.mp4",
+    "b.mov",
+    "a.gif",
+    "own.wav",
+    "a-first.jpg",
+    "c.flac",
+    "d.webp",
+)
 
 
 def write_all(folder, chunks, names=ALL, **more):
@@ -300,10 +359,11 @@ def test_of_several_forms_all_appear_or_none(tmp_path, monkeypatch, broken, chun
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("suffix", ["mp4", "webm", "gif"])
+@pytest.mark.parametrize("suffix", ["mp4", "webm", "gif", "mkv", "prores.mov", "webp"])
 def test_no_clip_is_larger_than_the_room_that_is_asked_for(tmp_path, suffix):
     """The worst that an encoder can be given."""
     noise = np.random.default_rng(0).integers(0, 2, (9, 128, 192, 3), np.uint8) * 255
     path = tmp_path / f"noise.{suffix}"
+    most = FRAME_BYTES_PER_PIXEL.get(path.suffix, BYTES_PER_PIXEL)
     write_clip(path, [noise], num_frames=9, fps=Fraction(24))
-    assert path.stat().st_size <= BYTES_PER_PIXEL * noise.size / 3
+    assert path.stat().st_size <= most * noise.size / 3
