@@ -217,6 +217,9 @@ class Duration(Group):
                 f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of "
                 "seconds, MIN MAX"
             )
+        if request.num_frames is not None and request.num_frames < 1:
+            rule = (STEP, f"{STEP}*k + 1") if self.whole else (1, "1 or more")
+            check_step("--num-frames", request.num_frames, rule[0], 1, "frames", rule[1])
 
     def fits(self, clip: Clip, model: ModelConfig) -> None:
         num_frames, fps, step = clip.seen_frames, clip.fps, model.video_vae.time_factor
@@ -227,8 +230,6 @@ class Duration(Group):
                 f"{float((num_frames - 1) / fps):.2f} s, the model's limit is {limit_s} s; at most "
                 f"{int(limit_s * fps) // step * step + 1} frames at this rate"
             )
-        rule = (step, f"{step}*k + 1") if self.whole else (1, "1 or more")
-        check_step("--num-frames", num_frames, rule[0], 1, "frames", rule[1])
 
 
 @dataclass(frozen=True)
