@@ -91,7 +91,7 @@ def colour(lora: Path | None, count: int, backend: str) -> dict[str, float]:
 
 
 def opened(lora: Path | None, backend: str, **how: Any) -> ltx2rt.Session:
-    named = {"lora": [lora]} if lora else {}
+    named: dict[str, Any] = {"lora": [lora]} if lora else {}
     return ltx2rt.open(model=MODEL, backend=backend, device="cpu", **named, **how)
 
 

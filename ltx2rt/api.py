@@ -23,14 +23,14 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import RLock
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, Unpack
 from weakref import finalize
 
 import numpy as np
 
 from ltx2rt.backend import chosen_backend, get_factory
 from ltx2rt.errors import InputError, singular
-from ltx2rt.flags import keywords
+from ltx2rt.flags import keywords as values_of
 from ltx2rt.media.images import Resize, as_array, levels, on_disk
 from ltx2rt.media.mp4 import EXACT, write_mp4
 from ltx2rt.media.output import write_clip
@@ -51,6 +51,9 @@ from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
 from ltx2rt.session.stopwatch import Progress
+
+if TYPE_CHECKING:
+    from ltx2rt.keywords import ClipKeywords, ModelKeywords
 
 SHOWN_PX = 512  # longer side of a clip that a notebook shows
 
@@ -149,9 +152,9 @@ class Session:
         cancelled: Callable[[], bool] | None = None,
         parts: str | Path | None = None,
         preview: str | Path | Callable[[np.ndarray], object] | None = None,
-        **clip: Any,
+        **keywords: Unpack[ClipKeywords],
     ) -> Clip:
-        """One clip. clip: the clip flags of `generate` but output, report and latents_out; Pillow
+        """One clip. keywords: the clip flags of `generate` but output, report and latents_out; Pillow
         images, arrays u8[H, W, 3] and open files stand for files, frames u8[F, H, W, 3] (at `fps`) and a Clip
         for a video, (samples f32[2, N], rate) and a Clip for a sound. pipeline: None for the one that
         they ask for. preset, config, like: as of the command line; a model's flags are those of the
@@ -168,7 +171,7 @@ class Session:
         all, and the session is as usable as before. Raises InputError.
         """
         with self._lock, ExitStack() as during:
-            clip = _on_disk(with_sides(clip), during)
+            clip = _on_disk(with_sides({**keywords}), during)
             if prompt != "" or not (config or like):
                 clip["prompt"] = prompt
             if preset or config or like:
@@ -192,7 +195,7 @@ class Session:
     ) -> Clip:
         session = self.resident
         if preview is not None and not callable(preview):
-            files = Files(**keywords({"preview": preview}, Files))
+            files = Files(**values_of({"preview": preview}, Files))
             files.check(inputs=[*session.asked.files, *session.checkpoint.files, *request.files])
             preview = files.preview
         if parts and request.seed is None:
@@ -232,11 +235,16 @@ class Session:
         )
 
     def plan(
-        self, device_kind: str, devices: int = 1, *, pipeline: str | None = None, **clip: Any
+        self,
+        device_kind: str,
+        devices: int = 1,
+        *,
+        pipeline: str | None = None,
+        **clip: Unpack[ClipKeywords],
     ) -> dict[str, Any]:
         """The dict of `plan --json` for such a clip on devices that need not be here."""
         with ExitStack() as during:
-            given = {"prompt": "a plan", "seed": 0, **_on_disk(clip, during)}
+            given = {"prompt": "a plan", "seed": 0, **_on_disk({**clip}, during)}
             where = Devices(device_kind, devices)
             return to_json(estimate(self.resident.asked, make_request(pipeline, **given), where))
 
@@ -312,12 +320,12 @@ def _write_exact(path: Path, name: str, value: Any, fps: Fraction) -> None:
     write_mp4(path, chunks, num_frames=len(frames), fps=fps, container=EXACT, **sound)
 
 
-def open(model: str | Path, *, backend: str = "auto", **options: Any) -> Session:
+def open(model: str | Path, *, backend: str = "auto", **options: Unpack[ModelKeywords]) -> Session:
     """Open a checkpoint on a backend; auto: the one that is installed, or whose device is here.
     options: the model flags of `generate`. Raises InputError."""
     if backend == "auto":
         backend = chosen_backend()
-    given = ModelOptions(**keywords({"model": model, "backend": backend, **options}, ModelOptions))
+    given = ModelOptions(**values_of({"model": model, "backend": backend, **options}, ModelOptions))
     given = located(with_mesh(given))
     given.check()
     return Session(open_session(given, stages=partial(usual_stages, options=given)))

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
+from textwrap import dedent
 
 import av
 import numpy as np
@@ -23,6 +25,7 @@ from ltx2rt import api
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.sound import read_sound
 from tests.conftest import refused
+from tests.keywords import STUB, stub
 
 SMALL = {"width": 128, "height": 64, "num_frames": 17, "fps": "48", "steps": 3, "image_crf": 0}
 
@@ -233,3 +236,33 @@ def test_frames_and_sounds_in_memory_stand_for_files(tmp_path):
         ):
             with refused(f"{next(iter(wrong))}: "):
                 api._on_disk(wrong, during)
+
+
+def test_type_checkers_know_the_keywords(tmp_path):
+    """The stub fits the flags; a wrong name is an error on its line."""
+    assert STUB.read_text() == stub(), "python -m tests.keywords"
+    text = """\
+        import ltx2rt
+        with ltx2rt.open("model", backend="cuda", device="cpu", lora=["a.safetensors"]) as session:
+            session.generate("a fox", width=64, seconds=2, images=[("a.png", 0, 1.0)], no_audio=True)
+            session.generate("a fox", video_cgf=3.0)  # wrong
+            session.plan("h100", num_frame=9)  # wrong
+        ltx2rt.open("model", wieghts_dtype="float8")  # wrong
+        """
+    lines = dedent(text).splitlines()
+    (tmp_path / "user.py").write_text("\n".join(lines))
+    words = [
+        "pyrefly",
+        "check",
+        "user.py",
+        "--output-format",
+        "min-text",
+        "--search-path",
+        STUB.parents[1],
+    ]
+    run = subprocess.run(
+        [Path(sys.executable).with_name(words[0]), *words[1:], "--python-interpreter-path", sys.executable],
+        cwd=tmp_path, capture_output=True, text=True,
+    )  # fmt: skip
+    found = {int(n) for n in re.findall(r"ERROR user\.py:(\d+)", run.stdout)}
+    assert found == {n for n, line in enumerate(lines, 1) if "# wrong" in line}, run.stdout
