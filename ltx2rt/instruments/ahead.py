@@ -22,7 +22,6 @@ from ltx2rt.notes import note
 from ltx2rt.pipelines.build import Loras
 from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.images import Images
-from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
 from ltx2rt.pipelines.request import Request, fitted
 from ltx2rt.placement.cost import weight_bytes
@@ -120,7 +119,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
     session = datasheet_session(options, kind, devices)
     request.check_options(session.options)
     clip = fitted(request, session.options, session.checkpoint)
-    named = clip.request.learnt if clip.request.has(Learnt) else session.options.loras
+    named = clip.request.learnt or session.options.loras
     loras = Loras(named, LoraSpec(Path("distilled")))
     cells = tuple(_cells(session, clip, loras, target))
     found = {cell.component for cell in cells}

@@ -12,7 +12,7 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.pipelines.clip import Clip
-from ltx2rt.pipelines.groups.guidance import NEUTRAL, ByWeights
+from ltx2rt.pipelines.groups.guidance import NEUTRAL
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import Conditioning, GivenLatents
 from ltx2rt.stages.denoise import Denoise
@@ -62,7 +62,7 @@ def guiding(clip: Clip) -> dict[str, Any]:
 def freshening(clip: Clip, model: ModelConfig) -> dict[str, Any]:
     """Fields of the first stage of a new clip in distilled steps, which add fresh noise with
     LTX-2.5."""
-    fresh = clip.guiding is None and clip.request.has(ByWeights)
+    fresh = clip.guiding is None and clip.request.by_weights
     return {"sampler": model.release.samplers[0]} if fresh else {}
 
 

@@ -1,4 +1,4 @@
-"""A clip as it is made: what a request becomes with a model.
+"""A clip as it is made: a request with every default of its model, and the facts of its files.
 
 `resolve` checks a request against the model and fills the draft of a clip, group after group, once.
 All that comes later, stages, plans and files, reads the clip. Another length or prompt is a
@@ -60,7 +60,7 @@ class Clip:
     state it. Its pipeline and its groups make the stages.
 
     width, height: of the pictures that the model makes, 0 without; size_px: height and width of
-    those that are written. prompt: the text to follow, without those by time. source: the given
+    the written ones. prompt: the text to follow, without those by time. source: the given
     clip, with the frames that the model sees; other: the one to join to it. cells: f32[f, h, w], the
     latents of a region that are made, 1, or kept, 0. hdr: how the files are in high dynamic range.
     guiding: None for distilled steps. prefix: of the names of a segment's noise.
@@ -68,8 +68,8 @@ class Clip:
 
     asked: Request
     request: Request
-    num_frames: int  # as settings state: of all of the clip; of `extend`, of the new segment
-    clip_frames: int  # of the file that is written
+    num_frames: int  # as settings state: the whole clip's; of `extend`, the new segment's
+    clip_frames: int  # in the file that is written
     fps: Fraction
     clip_fps: Fraction
     width: int
@@ -265,7 +265,7 @@ class Draft:
 
 
 def fill(request: Request, model: ModelConfig) -> Draft:
-    """Fill the draft of a clip: size and length first, then what reads them. Raises InputError."""
+    """Fill the draft of a clip: size and length first, then the rest. Raises InputError."""
     request.check_model(model)
     request.check()
     draft = Draft(request, request)

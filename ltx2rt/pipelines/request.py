@@ -21,7 +21,6 @@ from ltx2rt.pipelines.build import Loras, in_two_passes
 from ltx2rt.pipelines.clip import Clip, Draft, resolve
 from ltx2rt.pipelines.groups.group import Group
 from ltx2rt.pipelines.groups.guidance import ByWeights, Scales, guiding
-from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.session.options import (
     NO_LORA,
@@ -59,6 +58,8 @@ class Absent:
     prompt_softness: float = 0.0
     segment_frames: int | None = None
     join: Path | None = None
+    guidance_interval: tuple[float, float] | None = None
+    learnt: tuple[LoraSpec, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class Request(Absent):
     task: the wish of a person who chooses it, on the server's page.
     scale: width and height of the first of two stages are those of the clip divided by it, or by
     that of the upsampler if it has another; 1: there is one stage. distilled: whether a distilled
-    LoRA is merged: "needed", "optional" (unless the weights are distilled) or "unused". mirrored: as of `Inset`.
+    LoRA is merged: "needed", "optional" (unless the weights are distilled) or "unused". by_weights: whether steps
+    are guided unless the weights are distilled. mirrored: as of `Inset`.
     """
 
     name: ClassVar[str]
@@ -82,6 +84,7 @@ class Request(Absent):
     about: ClassVar[Mapping[str, str]] = {}
     scale: ClassVar[int] = 1
     distilled: ClassVar[str] = "unused"
+    by_weights: ClassVar[bool] = False
     mirrored: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # the fields come from the groups
@@ -92,6 +95,7 @@ class Request(Absent):
 
     def __init_subclass__(cls) -> None:
         assemble(cls, cls.groups, cls.about)
+        cls.by_weights = cls.has(ByWeights)
 
     @classmethod
     def has(cls, kind: type[Group]) -> bool:
@@ -156,7 +160,7 @@ class Request(Absent):
         InputError."""
 
     def completed(self, clip: Clip, model: ModelConfig) -> Clip:
-        """Check the clip, and return it with what this pipeline alone reads. Raises InputError."""
+        """Check the clip, and return it with facts that only this pipeline reads. Raises InputError."""
         return clip
 
     def unguided(self) -> Request | None:
@@ -164,7 +168,7 @@ class Request(Absent):
         No flag of guidance is given."""
         if not self.is_guided:
             return self
-        return replace(self, guided=False) if self.has(ByWeights) else None
+        return replace(self, guided=False) if self.by_weights else None
 
     def made_by(self, type_: type[R]) -> R:
         """The request of another pipeline, which reads all flags that are given."""
@@ -188,7 +192,7 @@ class Request(Absent):
     def takes_distilled(self) -> str:
         """`distilled` of this request: steps that are guided by choice are for dev weights, and
         unguided ones in place of guided ones for distilled weights."""
-        if self.has(ByWeights) and not self.is_guided:
+        if self.by_weights and not self.is_guided:
             return "optional"
         return "unused" if self.is_guided and self.distilled == "optional" else self.distilled
 
@@ -264,12 +268,12 @@ class Request(Absent):
 
 def samples_dev(type_: type[Request]) -> bool:
     """Whether the pipeline, if its user names it, is for dev weights."""
-    return type_.distilled != "optional" and not type_.has(ByWeights)
+    return type_.distilled != "optional" and not type_.by_weights
 
 
 def wanted_kind(request: Request, named: bool) -> str:
     """The kind of the weights to fetch for a request. named: the user names its pipeline."""
-    guided = request.guided and not request.has(ByWeights)
+    guided = request.guided and not request.by_weights
     guided = guided or (request.is_guided and (guiding(request) or request.unguided() is None))
     return "dev" if guided or (named and samples_dev(type(request))) else "distilled"
 
@@ -290,9 +294,9 @@ def fitted(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> C
 
 def learnt(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:
     """The request with the LoRAs that its pipeline cannot do without. Raises InputError."""
-    if not request.has(Learnt):
-        return request
-    return replace(request, **request[Learnt].from_options(request, options, checkpoint))
+    for group in request:
+        request = replace(request, **group.from_options(request, options, checkpoint))
+    return request
 
 
 def _unguided(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:

@@ -18,7 +18,6 @@ from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request, pipelines
 from ltx2rt.pipelines.build import Loras
 from ltx2rt.pipelines.clip import Clip
-from ltx2rt.pipelines.groups.reference import Learnt
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
 from ltx2rt.pipelines.groups.segments import made_of
 from ltx2rt.pipelines.request import Request, distilled_lora, fitted
@@ -117,7 +116,7 @@ def resolved(checkpoint: Checkpoint, options: ModelOptions, asked: Request | Cli
         distilled = _planned(distilled)
     idle = _idle(options, checkpoint, request, distilled)
     beside = options.lora_mode == "unmerged"
-    named = request.learnt if request.has(Learnt) else options.loras
+    named = request.learnt or options.loras
     given = [_planned(lora, beside) for lora in named if lora not in idle]
     user = tuple(lora for lora in given if "transformer" in lora.parts)
     text = tuple(replace(lora, beside=False) for lora in given if lora.parts != ("transformer",))

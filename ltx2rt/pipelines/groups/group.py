@@ -1,7 +1,7 @@
-"""A group: the flags of one feature, what refuses them, and what they make of a clip.
+"""A group: the flags of one feature, their refusals, and their part in making a clip.
 
 A group is a frozen dataclass; its fields are flags. A request has the fields of all its groups.
-What other groups or stages read of a clip is filled into its draft, once.
+Facts that other groups or stages read are filled into the draft of a clip, once.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import Conditioning
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
+from ltx2rt.weights.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     from ltx2rt.pipelines.clip import Clip, Draft
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Added:
-    """What a group adds to a denoising stage. fields: in place of the stage's defaults. given:
+    """Additions of a group to a denoising stage. fields: in place of the stage's defaults. given:
     conditionings, after those of earlier groups. before, after: stages around it."""
 
     fields: Mapping[str, Any] = field(default_factory=dict)
@@ -47,6 +48,12 @@ class Group:
     def check_options(self, request: Request, options: ModelOptions) -> None:
         """Refuse model flags that do not go with these. Raises InputError."""
 
+    def from_options(
+        self, request: Request, options: ModelOptions, checkpoint: Checkpoint
+    ) -> dict[str, Any]:
+        """Return fields that the model's flags and files decide. Raises InputError."""
+        return {}
+
     def length(self, request: Request) -> tuple[int | None, Fraction] | None:
         """Number of frames and rate, by flags or by a file that is there; None: other groups say.
         Raises InputError."""
@@ -64,14 +71,14 @@ class Group:
         """Fill the draft: defaults that the model decides, facts of files. Raises InputError."""
 
     def fits(self, clip: Clip, model: ModelConfig) -> None:
-        """Refuse what does not go with the clip as it is filled. Raises InputError."""
+        """Refuse values that do not go with the clip as it is filled. Raises InputError."""
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         """Sentences for the user before a clip is made."""
         return iter(())
 
     def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
-        """Return what the group adds to the denoising stage `name`."""
+        """Return additions to the denoising stage `name`."""
         return Added()
 
     def whole_sound(self, clip: Clip, model: ModelConfig) -> SourceSound | None:

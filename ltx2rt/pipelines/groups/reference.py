@@ -59,7 +59,6 @@ class Learnt(Group):
     def from_options(
         self, request: Request, options: ModelOptions, checkpoint: Checkpoint
     ) -> dict[str, Any]:
-        """Fields that the LoRAs decide. Raises InputError."""
         if options.loras:
             return {"learnt": options.loras}
         words = self.wanted(request)

@@ -83,6 +83,11 @@ class Skips(Group):
                 f"{given[1]}: given beside {given[0]}, which says for all steps which are left out; "
                 "leave one of the two out"
             )
+        if given and request.guidance_interval:
+            raise InputError(
+                f"--guidance-interval: given beside {given[0]}, whose steps go on from guided ones; "
+                "leave one of the two out"
+            )
 
     def into(self, draft: Draft, model: ModelConfig) -> None:
         if draft.request.is_guided:
@@ -112,14 +117,6 @@ class Interval(Group):
         expects="START STOP, two shares of the steps with 0 <= START < STOP <= 1",
         json="string",
     )
-
-    def check(self, request: Request) -> None:
-        skips = request[Skips].given() if request.has(Skips) else []
-        if self.guidance_interval and skips:
-            raise InputError(
-                f"--guidance-interval: given beside {skips[0]}, whose steps go on from guided ones; "
-                "leave one of the two out"
-            )
 
     def into(self, draft: Draft, model: ModelConfig) -> None:
         interval, steps = self.guidance_interval, draft.request.steps
