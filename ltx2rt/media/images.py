@@ -297,10 +297,16 @@ class Resize:
     given: tuple[int, int] = (0, 0)
 
     @property
+    def keeps_shape(self) -> bool:
+        """Whether width and height are scaled alike."""
+        columns, rows = self.given
+        return abs(columns * self.height - rows * self.width) <= max(columns, rows)
+
+    @property
     def said(self) -> str:
         """A sentence about the change."""
         to, (columns, rows) = f"{self.width}x{self.height}", self.given
-        same = abs(columns * self.height - rows * self.width) <= max(columns, rows)
+        same = self.keeps_shape
         more = {"pad": " with black borders", "crop": ", cut at its sides", "scale": ", stretched"}
         return f"its {columns}x{rows} pixels are scaled to {to}{'' if same else more[self.how]}"
 

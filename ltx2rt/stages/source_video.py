@@ -16,7 +16,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import to_codes, to_model
-from ltx2rt.media.images import contain, fit
+from ltx2rt.media.images import contain, cover, fit
 from ltx2rt.media.video import is_still
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
@@ -89,9 +89,13 @@ class SourceVideo(Stage):
         """Scale u8[H, W, 3] to the geometry's size: f32[3, height, width] in [-1, 1]. EXR images
         become ACEScct codes; without an inset they lie within the size, mirrored around."""
         height, width = self.geometry.size_px
-        shown = self.inset.pad(pixels) if self.inset else pixels
+        if self.space is None and self.inset:
+            half = np.float32(np.iinfo(pixels.dtype).max / 2)
+            shown = cover(self.inset.pad(pixels.astype(np.float32)), width, height)
+            return (shown / half - 1).transpose(2, 0, 1)
         if self.space is None:
-            return fit(shown, width, height)
+            return fit(pixels, width, height)
+        shown = self.inset.pad(pixels) if self.inset else pixels
         return to_model(contain(shown, width, height), self.space).transpose(2, 0, 1)
 
     def codes(self, frames: Iterator[np.ndarray]) -> Iterator[np.ndarray]:

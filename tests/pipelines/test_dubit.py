@@ -5,12 +5,14 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.media.video import video_info
+from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import pack_audio, pack_video, video_positions
 from ltx2rt.pipelines import make_request
-from ltx2rt.run.plan import make_plan
+from ltx2rt.run.plan import make_plan, resolved_stages
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from tests.conftest import denoised
 from tests.parity import relative_l2
@@ -112,3 +114,18 @@ def test_its_stages(following, clip, capsys):
     said = next(plan.clip.remarks(following["cuda"].config))
     assert said == "256x128, 19 frames: made as 256x128, 25, given back as it was"
     assert "its one channel is taken as left and right" in capsys.readouterr().err
+
+
+def test_a_clip_of_another_size_is_scaled_once(following, clip):
+    """From the file's pixels to the reference's, in float."""
+    session = following["cuda"]
+    request = make_request("dubit", prompt="hello", video_path=clip, seed=3, width=256)
+    stages = resolved_stages(session.checkpoint, session.options, request)
+    pixels = next(read_frames(clip, "", 1))
+    planes = torch.tensor(pixels.transpose(2, 0, 1).copy())[None].double() / 127.5 - 1
+    for stage, side in zip((s for s in stages if isinstance(s, Denoise)), (64, 128), strict=True):
+        expected = torch.nn.functional.interpolate(
+            planes, size=(side, side), mode="bilinear", align_corners=False
+        )
+        found = stage.given[0].source.fitted(pixels)
+        np.testing.assert_allclose(found, expected[0], atol=1e-6)  # float32

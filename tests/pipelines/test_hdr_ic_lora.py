@@ -74,7 +74,7 @@ def test_references_are_encoded_whole_up_to_512x768(following, tmp_path):
 
 @pytest.mark.parametrize(("size", "mode"), [((180, 100), "reflect"), ((60, 60), "replicate")])
 def test_borders_mirror_the_picture(following, tmp_path, size, mode):
-    """At no multiples of 64 or 128; a border as wide as the picture repeats its edge."""
+    """Of what was scaled, at no multiples of 64 or 128; one as wide as the picture repeats its edge."""
     film = write(tmp_path / "a.mp4", 9, size=size, sound_s=0)
     session = following["cuda"]
     request = make_request("hdr-ic-lora", prompt="a fox", video_path=film, seed=3)
@@ -84,12 +84,12 @@ def test_borders_mirror_the_picture(following, tmp_path, size, mode):
     assert pixels.shape[:2] == size[::-1]
     planes = torch.tensor(pixels.transpose(2, 0, 1).copy())[None].double() / 127.5 - 1
     for source, share in zip(sources, (4, 2), strict=True):
-        height, width = (share * side for side in source.geometry.size_px)
-        around = (0, width - size[0], 0, height - size[1])
-        padded = torch.nn.functional.pad(planes, around, mode=mode if share == 4 else "reflect")
-        expected = torch.nn.functional.interpolate(
-            padded, scale_factor=1 / share, mode="bilinear", align_corners=False
+        (height, width), (columns, rows) = source.geometry.size_px, (n // share for n in size)
+        scaled = torch.nn.functional.interpolate(
+            planes, size=(rows, columns), mode="bilinear", align_corners=False
         )
+        around = (0, width - columns, 0, height - rows)
+        expected = torch.nn.functional.pad(scaled, around, mode=mode if share == 4 else "reflect")
         np.testing.assert_allclose(source.fitted(pixels), expected[0], atol=1e-6)  # float32
 
 

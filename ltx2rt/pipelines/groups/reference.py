@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -120,8 +121,9 @@ class ReferenceClip(Learnt, SourceClip):
     def seen(
         self, clip: Clip, number: int, model: ModelConfig, options: ModelOptions, loras: Loras
     ) -> Reference:
-        """The file's frames as the reference of a stage, of which 0 is the first. Where a smaller
-        reference does not divide the clip, it reaches over its edge."""
+        """The file's frames as the reference of a stage, of which 0 is the first: scaled to its size,
+        then with a border. Where a smaller reference does not divide the clip, it reaches over its
+        edge."""
         scale = 1 if number else clip.request.factor(model)
         geometry = clip.geometry(model, scale)
         factors = reference_factors(lora.path for lora in loras.user)
@@ -129,14 +131,20 @@ class ReferenceClip(Learnt, SourceClip):
         cells = (-(-n // factors[0]) for n in (geometry.rows, geometry.columns))
         height, width = (n * geometry.space_factor for n in cells)
         tiling = "off" if height * width <= self.whole_px else options.vae_tiling
-        own = clip.height // self.larger, clip.width // self.larger
-        unit = factors[0] * scale / self.larger
-        around = int(height * unit), int(width * unit)
-        inset = Inset(own, around, mirrored=clip.request.mirrored) if around != own else None
+        own, mirrored = self._px(clip, factors[0] * scale), clip.request.mirrored
+        inset = Inset(own, (height, width), mirrored=mirrored) if own != (height, width) else None
+        footage = clip.given
+        if footage.resize and (footage.resize.keeps_shape or footage.resize.how == "crop"):
+            footage = replace(footage, resize=None)  # it is scaled once, in float
         return reference(
-            clip.given, self.reference_strength, geometry, model, factors, tiling, number,
+            footage, self.reference_strength, geometry, model, factors, tiling, number,
             inset=inset, whole=pixel_frames(geometry.frames, geometry.time_factor),
         )  # fmt: skip
+
+    @staticmethod
+    def _px(clip: Clip, share: Fraction | int) -> tuple[int, int]:
+        """Height and width of the clip's pictures at 1/share of their size."""
+        return max(round(clip.height / share), 1), max(round(clip.width / share), 1)
 
 
 def references_of(clip: Clip, model: ModelConfig, loras: tuple[LoraSpec, ...]) -> tuple[int, int]:
