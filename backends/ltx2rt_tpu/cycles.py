@@ -5,7 +5,8 @@ core issues one bundle of its final code in a cycle: an instruction takes its bu
 iterations of its window, a kernel its bundles times its blocks. Exchanges take the links one after
 the other, each for a fixed latency plus the time of its bytes (`placement.devices`). All of a
 synchronous one is exposed; of an asynchronous one, the time that its end still waits. Of two
-branches the one of a true predicate counts: attention without a running maximum.
+branches the one of a true predicate counts: attention without a running maximum. Of a product
+that adds up several parts, what its loop skips but for the last counts once for all of them.
 
 It ranks programs; it is no measured time. It knows neither stalls for memory nor contention; links,
 latency and the clock (the data sheet's FLOP/s by the FLOP of a cycle) are assumptions. A product
@@ -23,6 +24,7 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MappingProxyType
 
 from ltx2rt.errors import InputError
 from ltx2rt.placement.devices import DeviceKind
@@ -48,6 +50,12 @@ ARGUMENTS = (
     "--xla_jf_dump_llo_pass_label_regex=.*final_bundles.*"
 )
 BUNDLES = re.compile(r"\d+-(.+)-\d+-schedule-analysis_final_bundles\.txt")
+FINAL = re.compile(r"\d+-(.+)-\d+-final_bundles\.txt")
+# a branch forward and where it leads to, by their addresses
+SKIP = re.compile(
+    r"^ *(?:0x)?([0-9a-f]+) .*sbr\.rel \(%p\w+\) target = \$region(\d+)", re.MULTILINE
+)
+SKIPPED = re.compile(r"^ *(?:0x)?([0-9a-f]+) PF: .*Start/End empty region (\d+)", re.MULTILINE)
 OPERATION = re.compile(r"\s*([\w\-]+)\((.*)", re.DOTALL)
 KERNEL = 'custom_call_target="tpu_custom_call"'
 # what neighbourhood attention gives: blocks in six axes, the tokens of a block, numbers
@@ -77,8 +85,9 @@ class Code:
 
     def times(self, hlo: str, steps: int | None = None) -> dict[str, float]:
         """`times` of the program that was compiled last."""
-        found = times(hlo, bundles(Path(self._folder.name)), self.kind, steps)
-        for path in Path(self._folder.name).iterdir():
+        folder = Path(self._folder.name)
+        found = times(hlo, bundles(folder), self.kind, steps, last_parts(folder))
+        for path in folder.iterdir():
             path.unlink()
         return found
 
@@ -93,17 +102,38 @@ def bundles(folder: Path) -> dict[str, int]:
     return found
 
 
+def last_parts(folder: Path) -> dict[str, int]:
+    """Bundles of each instruction that a branch within the body of its loop skips."""
+    found = {}
+    for path in folder.iterdir():
+        if match := FINAL.fullmatch(path.name):
+            text = path.read_text()
+            ends = {region: int(at, 16) for at, region in SKIPPED.findall(text)}
+            skips = sorted((int(at, 16), ends[x]) for at, x in SKIP.findall(text) if x in ends)
+            first, stop = max(skips, key=lambda skip: skip[1] - skip[0], default=(0, 0))
+            for start, end in skips:
+                if first < start and end <= stop:
+                    found[match[1]] = found.get(match[1], 0) + end - start
+                    first = end
+    return found
+
+
 def times(
-    hlo: str, code: Mapping[str, int], kind: DeviceKind, steps: int | None = None
+    hlo: str,
+    code: Mapping[str, int],
+    kind: DeviceKind,
+    steps: int | None = None,
+    last: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Seconds of one call on one device: by class of instructions; "guessed", by the compiler, of
     those that have no code; "exposed", of exchanges that nothing hides. Their sum is the time of
     the call.
 
-    hlo: text after code generation, which tells windows; code: as `bundles` gives it; steps: as for
-    `collectives`. Raises ValueError as `collectives` does, and for a kernel that is no attention.
+    hlo: text after code generation, which tells windows; code: as `bundles` gives it, last: as
+    `last_parts`; steps: as for `collectives`. Raises ValueError as `collectives` does, and for a
+    kernel that is no attention.
     """
-    replay = _Replay(hlo, code, kind, steps)
+    replay = _Replay(hlo, code, kind, steps, last)
     replay.run(replay.entry, 1)
     found = {name: cycles / replay.clock for name, cycles in replay.cycles.items() if cycles}
     return found | {"exposed": replay.exposed_s}
@@ -121,9 +151,16 @@ class _Instruction:
 
 
 class _Replay:
-    def __init__(self, hlo: str, code: Mapping[str, int], kind: DeviceKind, steps: int | None):
+    def __init__(
+        self,
+        hlo: str,
+        code: Mapping[str, int],
+        kind: DeviceKind,
+        steps: int | None,
+        last: Mapping[str, int],
+    ):
         self.entry, self.bodies = computations(hlo)
-        self.code, self.kind, self.steps = code, kind, steps
+        self.code, self.kind, self.steps, self.last = code, kind, steps, last
         self.clock = kind.flops_per_s / FLOP_PER_CYCLE
         self.cycles: defaultdict[str, float] = defaultdict(float)
         self.exposed_s = 0.0
@@ -132,7 +169,7 @@ class _Replay:
             name: [self._instruction(line) for line in lines] for name, lines in self.bodies.items()
         }
         self._alike = {
-            _signature(one): code[one.name]
+            _signature(one): one.name
             for body in self._parsed.values()
             for one in body
             if one.name in code
@@ -186,12 +223,15 @@ class _Replay:
         if KERNEL in one.text:
             return "kernels", self._kernel(one)
         windows = re.search(r'"iteration_bounds":\[([^\]]*)\]', one.text)
-        iterations = math.prod(int(n) for n in re.findall(r"\d+", windows[1])) if windows else 1
+        bounds = [int(n) for n in re.findall(r"\d+", windows[1])] if windows else []
         guess = re.search(r'"estimated_cycles":"(\d+)"', one.text)
-        found = self.code.get(one.name, self._alike.get(_signature(one)) if guess else None)
-        if found is None:
+        name = self._alike.get(_signature(one)) if guess and one.name not in self.code else one.name
+        if name not in self.code:
             return "guessed", int(guess[1]) if guess else 0
-        return _class(one), max(found * max(1, iterations), one.flops / FLOP_PER_CYCLE)
+        kind, cycles = _class(one), self.code[name] * max(1, math.prod(bounds))
+        if kind == "products" and bounds:  # the last bound is of the sum
+            cycles -= self.last.get(name, 0) * math.prod(bounds[:-1]) * (bounds[-1] - 1)
+        return kind, max(cycles, one.flops / FLOP_PER_CYCLE)
 
     def _kernel(self, one: _Instruction) -> float:
         """Cycles of attention: its bundles times its heads and blocks of queries and keys; of

@@ -1,7 +1,7 @@
 """The time of a compiled program by its code: bundles times windows, exchanges, overlap."""
 
 import pytest
-from ltx2rt_tpu.cycles import FLOP_PER_CYCLE, bundles, times
+from ltx2rt_tpu.cycles import FLOP_PER_CYCLE, bundles, last_parts, times
 
 from ltx2rt.placement.devices import device_kind
 
@@ -102,3 +102,30 @@ def test_bundles_are_read_by_instruction(tmp_path):
     (tmp_path / "1795-fusion.496-00-schedule-analysis_final_bundles.txt").write_text(report)
     (tmp_path / "1795-fusion.496-01-final_bundles.txt").write_text("0x0 nop")
     assert bundles(tmp_path) == {"fusion.496": 51}
+
+
+BRANCHES = """\
+     0   :  { %4 = vsyncpa [#allocation4], 0 } /* Start region 2 */
+  0x2b   : > { %109 = sbr.rel (%p17_p3) target = $region17  ;;  %s2 = scalar_lea.sflag 1 }
+  0x5e PF: > { %p18_p10 = scmp.ge.s32 %s1, 1 } /* Start/End empty region 17 :: Start region 22 */
+  0x61   : > { %187 = sbr.rel (%p184_p12) target = $region25 }
+  0x70   : > { %188 = sbr.rel (%p185_p12) target = $region28 }
+  0x74 PF: > { } /* Start/End empty region 28 */
+0x197f   : > { %177 = vst [vmem:[#allocation2] sm:$0xff] %v17  ;;  %298 = sbr.rel (%p18_p7) target = $region34 }
+0x1a00   : > { %299 = sbr.rel (%p19_p7) target = $region33 }
+0x1a40 PF: > { } /* Start/End empty region 33 */
+0x2e85 PF: > { %s22 = sld [smem:[#allocation18_spill]] } /* Start/End empty region 34 */
+0x2e9e PF: > { %s23 = sld [smem:[#allocation15_spill]] } /* Start/End empty region 25 */
+0x2eac   : > { %17 = sbr.rel (!%p22_p8) target = $region20846 }
+"""
+
+
+def test_what_a_loop_skips_but_for_the_last_part_of_a_sum_counts_once(tmp_path):
+    """Of a product of 16384 terms, in 22 parts, with GELU behind it, compiled for v6e."""
+    (tmp_path / "1795-product-01-final_bundles.txt").write_text(BRANCHES)
+    assert last_parts(tmp_path) == {"product": 4 + 0x2E85 - 0x197F}
+    last, code = {"product": 200, "copy.1": 3}, CODE | {"product": 1000}
+    before, after = times(HLO, code, V6E), times(HLO, code, V6E, last=last)
+    saved = {name: before[name] - after[name] for name in before if before[name] != after[name]}
+    assert saved.keys() == {"products"}
+    assert saved["products"] == pytest.approx(10 * 2 * (3 - 1) * 200 / CLOCK)

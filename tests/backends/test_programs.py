@@ -12,12 +12,14 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import jax
+import jax.numpy as jnp
 import ltx2rt_tpu.program
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
 from ltx2rt_tpu.ops import ON_TPU, OPS
+from ltx2rt_tpu.ops.products import linear_once
 from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled, compilations
 
 from ltx2rt.backend import get_backend
@@ -303,6 +305,23 @@ def test_a_tpu_runs_its_own_form_of_an_op(kind):
     for program in programs:
         for name, function in ON_TPU.items():
             assert program.ops[name] is (function if platform == "tpu" else OPS[name]), name
+    assert (programs[0].ops["linear"] is linear_once) == (kind == "TPU v6 lite")
+
+
+@pytest.mark.parametrize("tokens,barriers", [(4096, 1), (4095, 0), (2**16, 1), (2**16 + 1, 0)])
+def test_v6e_computes_what_a_large_product_reads_once(tokens, barriers):
+    """Bit for bit the same, and with the same slope."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(1, tokens, 2, 64)), jnp.bfloat16)
+    weight, bias = (jnp.asarray(rng.normal(size=n), jnp.bfloat16) for n in ((8, 128), (8,)))
+    plan = {"num_contracted": 2, "out_shape": (8,)}
+    ours, plain = (functools.partial(f, **plan) for f in (linear_once, OPS["linear"]))
+    found = str(jax.make_jaxpr(ours)(x, weight, bias))
+    assert found.count("optimization_barrier") == barriers
+    found, expected = (jax.vjp(f, x, weight, bias) for f in (ours, plain))
+    assert np.array_equal(found[0], expected[0])
+    for slope, other in zip(found[1](found[0]), expected[1](expected[0]), strict=True):
+        assert np.array_equal(slope, other)
 
 
 def on_devices(*words) -> dict:
