@@ -35,6 +35,10 @@ KEEP_ALIVE_S = 15
 UNUSED_S = 3600  # for so long what was sent stays if no job reads it
 PAGE_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 PAGE_TYPES |= {".svg": "image/svg+xml"}  # those of this machine are its own
+NO_SYNC = (
+    "no request waits for a clip here: POST it to /v1/videos, GET /v1/videos/ID until its status is "
+    "completed, then GET /v1/videos/ID/content"
+)
 NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
 
 
@@ -53,6 +57,7 @@ class App(Orders, Videos, Files):
             ("POST", "/v1/videos", self.create),
             ("GET", "/v1/videos", self.list),
             *(("POST", f"/v1/videos/{name}", self.not_here) for name in ("edits", "characters")),
+            ("POST", "/v1/videos/sync", self.no_sync),
             ("POST", "/v1/videos/extensions", self.extension),
             ("GET", "/v1/videos/characters/{id}", self.not_here),
             ("GET", "/v1/videos/{id}", self.retrieve),
@@ -89,6 +94,11 @@ class App(Orders, Videos, Files):
 
     async def not_here(self, request: Request) -> Response:
         raise Refusal(501, "not_supported", NOT_HERE)
+
+    async def no_sync(self, request: Request) -> Response:
+        raise Refusal(501, "not_supported", NO_SYNC)
+
+    no_sync.__name__ = "not_here"  # no route of the description
 
     # --- events -----------------------------------------------------------------------------------
 

@@ -27,7 +27,8 @@ from ltx2rt.suggest import same
 
 LAST = re.compile("end|last|tail")  # in a peer's name of an image: for the last frame
 NO_FRAME = re.compile("reference|key")  # in such a name: the frame is not known
-MAX_PROMPT = 4000
+MAX_PROMPT = 2**17 - 1  # characters of a word on Linux' command line
+MAX_VALUE = 4000  # of other text
 MAX_PROMPTS = 64  # limit for segments
 MAX_DIGITS = 40  # characters of a number
 
@@ -130,7 +131,11 @@ def value(f: Field, given: Any) -> Any:
         raise InputError(f"{name}: holds a zero byte; leave it out")
     misfit = InputError(f"{name}: {text[:80]!r}, expected {schema(f)['type']}")
     kinds = (str, int, float, list) if own.json in ("array", "string") else (str, int, float)
-    if isinstance(given, bool) or not isinstance(given, kinds) or len(text) > MAX_PROMPT:
+    if (
+        isinstance(given, bool)
+        or not isinstance(given, kinds)
+        or (len(text) > MAX_VALUE and parse is not str)
+    ):
         raise misfit
     if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", text.strip()):
         raise InputError(f"{name}: {text[:80]}, expected a whole number of at most 20 digits")

@@ -11,6 +11,7 @@ import re
 import sqlite3
 import time
 import traceback
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,13 @@ HEADERS = {
 }
 
 
+PREFLIGHT = {
+    "access-control-allow-methods": "GET, POST, DELETE",
+    "access-control-allow-headers": "authorization, content-type, idempotency-key, range",
+    "access-control-max-age": "600",  # seconds
+}
+
+
 @dataclass
 class Asked:
     """A request in progress. revoked: its user is known no more."""
@@ -59,23 +67,27 @@ class Asked:
 
 
 class Gate:
-    """users: None: everybody who reaches the server is one user."""
+    """users: None: everybody who reaches the server is one user. origins: others that may ask."""
 
-    def __init__(self, app: Starlette, users: Users | None, board: Board, metrics: Metrics):
+    def __init__(
+        self, app: Starlette, users: Users | None, board: Board, metrics: Metrics,
+        origins: Collection[str] = (),
+    ):  # fmt: skip
         self.app, self.users, self.board, self.metrics = app, users, board, metrics
+        self.origins = origins
         self._asked: dict[asyncio.Task[Any], Asked] = {}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        start, code = time.monotonic(), 0
+        start, code, shared = time.monotonic(), 0, dict[str, str]()
 
         async def answered(message: Any) -> None:
             nonlocal code
             if message["type"] == "http.response.start":
                 code = message["status"]
                 more = MutableHeaders(raw=[*message["headers"]])
-                more.update(HEADERS)
+                more.update(HEADERS | shared)
                 if two_lengths(Headers(scope=scope)):
                     more["connection"] = "close"
                 message = {**message, "headers": more.raw}
@@ -90,8 +102,14 @@ class Gate:
         scope["state"] = {"read": False}
         request, task = Request(scope, reading), asyncio.current_task()
         assert task is not None
+        origin = request.headers.get("origin")
+        if origin in self.origins:  # by token, never by cookie
+            shared = {"access-control-allow-origin": str(origin), "vary": "origin"}
+            shared["access-control-expose-headers"] = "retry-after, content-disposition"
         asked = Asked(request, STRANGER)
         try:
+            if shared and "access-control-request-method" in request.headers:
+                return await Response(status_code=204, headers=PREFLIGHT)(scope, reading, answered)
             asked.user = self._user(request)
             scope["state"] |= {"user": asked.user.name, "operator": asked.user.operator}
             self._require_place(request, asked.user)
@@ -159,8 +177,11 @@ class Gate:
             text = f"host: {host[:80]!r}, expected localhost; give the server a token file"
             raise Refusal(403, "bad_host", text)
         reads = request.method in ("GET", "HEAD")
-        if not reads and origin is not None and origin.partition("://")[2] != host:
-            text = f"origin: {origin[:80]!r}, expected this server's own pages"
+        foreign = origin is not None and origin.partition("://")[2] != host
+        if not reads and foreign and origin not in self.origins:
+            text = (
+                f"origin: {str(origin)[:80]!r}, expected this server's own pages, or --allow-origin"
+            )
             raise Refusal(403, "bad_origin", text)
         if two_lengths(request.headers):
             raise invalid("content-length and transfer-encoding: expected one of them")

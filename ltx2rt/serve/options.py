@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of, parse_seconds
 from ltx2rt.pipelines import FIRST
 from ltx2rt.serve.board import log
@@ -18,6 +19,18 @@ from ltx2rt.session.options import MEMORY
 
 flag, job_flag = flags_of("server"), flags_of("jobs")
 front_flag = partial(flag, common="server")
+ORIGIN = re.compile(r"https?://[\w.-]+(:\d{1,5})?|https?://\[[0-9a-f:]+\](:\d{1,5})?")
+
+
+def parse_origin(text: str) -> str:
+    """Raises InputError unless browsers would send it."""
+    origin = text.lower().removesuffix("/")
+    if not ORIGIN.fullmatch(origin):
+        raise InputError(
+            f"--allow-origin: {text[:80]!r}, expected an origin such as http://localhost:5173"
+        )
+    return origin
+
 
 PLACES = ("here", "ray")
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -57,6 +70,9 @@ class ServeOptions:
     )
     pipeline: str = job_flag(
         FIRST, "pipeline for requests that name none", metavar="NAME", common="server"
+    )
+    allow_origin: tuple[str, ...] = front_flag(
+        (), "other origins whose pages may use the server", parse_origin, metavar="URL", repeat=True
     )
     served_name: tuple[str, ...] = front_flag(
         (),

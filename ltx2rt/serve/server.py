@@ -185,7 +185,7 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
         lora_folder=admission.lora_folder, step_timeout_s=how.flags.step_timeout,
     )  # fmt: skip
     app = App(how, admission, store, folder, board, supervisor, metrics)
-    gate = Gate(app.starlette, how.users, board, metrics)
+    gate = Gate(app.starlette, how.users, board, metrics, how.flags.allow_origin)
     config = uvicorn.Config(
         gate, http=partial(Patient, silent={}),  # pyrefly: ignore[bad-argument-type]
         ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,

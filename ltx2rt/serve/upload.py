@@ -25,6 +25,7 @@ MAX_BYTES = dict.fromkeys((IMAGE, SOUND), 16 * 2**20) | dict.fromkeys((VIDEO, MA
 MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
 # limits for sound and video; the models make at most 20 s
 MAX_S, MAX_FRAMES, MAX_STREAMS = (60, 2000, 8)
+MAX_SOUND_S = 3600  # jobs take a part of a song; its bytes are limited
 MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**31}
 TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
@@ -34,6 +35,7 @@ IMAGES = ("PNG", "JPEG", "WEBP", "HEIC", "TIFF", "BMP", "GIF", "AVIF")
 MEDIA = (
     "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg", "avi", "aiff", "caf", "mpeg",
     "mpegts", "aac", "amr", "asf", "flv", "gif", "apng", "w64", "wv", "tta", "au", "ac3", "mpegvideo",
+    "eac3", "dts", "ape", "yuv4mpegpipe", "mjpeg", "h264", "hevc", "mxf", "dv", "ivf", "nut",
 )  # fmt: skip
 STARTS = (
     b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"GIF8", b"\0\0\0 ftypavif",
@@ -128,9 +130,9 @@ def check_size(width: int, height: int, most: int) -> None:
         raise ValueError(f"{size}, expected at most {most} in all; make it smaller")
 
 
-def check_length(seconds: float, frames: int) -> None:
-    if seconds > MAX_S or frames > MAX_FRAMES:
-        raise ValueError(f"longer than {MAX_S} s or {MAX_FRAMES} frames; cut it")
+def check_length(seconds: float, frames: int, most_s: int = MAX_S) -> None:
+    if seconds > most_s or frames > MAX_FRAMES:
+        raise ValueError(f"longer than {most_s} s or {MAX_FRAMES} frames; cut it")
 
 
 def _size_px(path: Path) -> tuple[int, int]:
@@ -178,7 +180,8 @@ def read_media(kind: str, path: Path) -> None:
         for packet in container.demux(*streams):
             for frame in packet.decode():
                 frames[packet.stream.index] += packet.stream.type == "video"
-                check_length(frame.time or 0, frames[packet.stream.index])
+                most_s = MAX_SOUND_S if kind == SOUND else MAX_S
+                check_length(frame.time or 0, frames[packet.stream.index], most_s)
 
 
 if __name__ == "__main__":

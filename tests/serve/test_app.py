@@ -114,11 +114,11 @@ def test_every_method_of_the_official_client(server, tmp_path):
 
 @pytest.mark.parametrize("given, param, words", [
     ({"prompt": ""}, "prompt", "the prompt is empty"),
-    ({"prompt": "x" * 4001}, "prompt", "at most 4000"),
+    ({"prompt": "x" * 2**17}, "prompt", "at most 131071"),
     ({"prompt": "a \ud800"}, "prompt", "surrogates"),
     ({"prompt": 5}, "prompt", "5"),
     ({"negative_prompt": "a \ud800"}, "negative_prompt", "surrogates"),
-    ({"negative_prompt": "x" * 4001}, "negative_prompt", "at most 4000"),
+    ({"negative_prompt": "x" * 2**17}, "negative_prompt", "at most 131071"),
     ({"enhance_prompt": True}, "enhance_prompt", "no field"),
     ({"steps": " " * 5000 + "1"}, "steps", "expected integer"),
     ({"n": "0" * 5000 + "1"}, "n", "expected 1 to 8"),
@@ -312,7 +312,6 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
     ("audio_path", b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "bad_sound", ""),
     ("audio_path", b"ID3\x04\x00\x00\x00\x00\x00\x00#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1/\n", "bad_sound", ""),
     ("audio_path", b"ffconcat version 1.0\nfile /etc/passwd\n", "bad_sound", ""),
-    ("audio_path", sound(70), "bad_sound", "longer than 60 s"),
     ("audio_path", sound()[:30], "bad_sound", ""),
     ("audio_path", png(), "bad_sound", "save it as"),
     ("video_path", sound(), "bad_video", "holds no video"),
@@ -590,6 +589,8 @@ def test_other_hosts_and_other_pages_are_refused(server):
     assert refused(405, "POST", "/healthz") == "method_not_allowed"
     edited = server.http.post("/v1/videos/edits", json={})
     assert error_of(edited, 501)["code"] == "not_supported"
+    waiting = error_of(server.http.post("/v1/videos/sync", json={"prompt": "a"}), 501)
+    assert waiting["code"] == "not_supported" and "GET /v1/videos/ID" in waiting["message"]
     assert edited.headers["x-should-retry"] == "false"
     assert "default-src 'self'" in server.http.get("/").headers["content-security-policy"]
 

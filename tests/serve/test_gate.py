@@ -1,12 +1,20 @@
 """Who may ask, how much at once, and for how long."""
 
+import asyncio
 import contextlib
 import time
 
 import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 
-from ltx2rt.serve.gate import MAX_OF_USER
+from ltx2rt.errors import InputError
+from ltx2rt.serve.board import Board
+from ltx2rt.serve.gate import MAX_OF_USER, Gate
+from ltx2rt.serve.metrics import Metrics
+from ltx2rt.serve.options import parse_origin
 from ltx2rt.serve.server import MAX_SILENT
 from tests.serve.serving import SMALL, TOKENS, USERS, wait_for
 
@@ -104,3 +112,37 @@ def test_requests_that_a_stop_cuts_off_leave_lines_and_no_traceback(server, conn
     assert server.kill(15) == 143
     assert read(stream).startswith(b"HTTP/1.1 503")
     assert "Traceback" not in server.log.read_text()
+
+
+def test_another_origin_may_ask_where_the_server_names_it():
+    """As browsers do: a preflight, then the request with its token."""
+
+    async def route(request):
+        return Response(request.state.user)
+
+    board, metrics = Board(lambda *_, **__: None), Metrics(frozenset())
+    routes = [Route("/v1/videos", route, methods=["GET", "POST"])]
+    page = "http://localhost:5173"
+    gate = Gate(Starlette(routes=routes), None, board, metrics, [parse_origin(f"{page}/")])
+
+    async def ask(method, origin, **headers):
+        transport = httpx.ASGITransport(app=gate)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, "/v1/videos", headers={"origin": origin, **headers})
+
+    asking = {"access-control-request-method": "POST"}
+    found = asyncio.run(ask("OPTIONS", page, **asking))
+    assert found.status_code == 204 and found.headers["access-control-allow-origin"] == page
+    assert "authorization" in found.headers["access-control-allow-headers"]
+    for method in ("GET", "POST"):
+        found = asyncio.run(ask(method, page))
+        assert found.status_code == 200 and found.headers["access-control-allow-origin"] == page
+        assert "access-control-allow-credentials" not in found.headers
+    for origin in ("http://localhost:5174", "http://evil.example", "null"):
+        for method, how in (("OPTIONS", asking), ("POST", {})):
+            found = asyncio.run(ask(method, origin, **how))
+            assert found.status_code in (403, 405)
+            assert "access-control-allow-origin" not in found.headers
+    for wrong in ("*", "localhost:5173", "http://a/b", "ftp://a"):
+        with pytest.raises(InputError, match="--allow-origin"):
+            parse_origin(wrong)

@@ -4,8 +4,11 @@ import asyncio
 import io
 import struct
 import sys
+import wave
 import zlib
+from fractions import Fraction
 
+import av
 import numpy as np
 import pytest
 from PIL import Image, ImageCms
@@ -13,7 +16,7 @@ from PIL import Image, ImageCms
 from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.serve import upload
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.upload import EXR, IMAGE, MAX_PX, VIDEO, check_upload, kind_of
+from ltx2rt.serve.upload import EXR, IMAGE, MAX_PX, SOUND, VIDEO, check_upload, kind_of
 from tests.serve.serving import png
 
 
@@ -110,3 +113,63 @@ def test_what_is_no_light_is_refused(data, words):
 
 def test_light_is_taken():
     asyncio.run(check_upload(LIGHT, "images", EXR))
+
+
+def wav_of(seconds):
+    """As many bytes as fit: 8 bits at 1000 Hz."""
+    with wave.open(file := io.BytesIO(), "wb") as made:
+        made.setnchannels(1), made.setsampwidth(1), made.setframerate(1000)
+        made.writeframes(bytes(128 for _ in range(1000 * seconds)))
+    return file.getvalue()
+
+
+def test_a_song_may_be_longer_than_the_part_that_a_job_takes():
+    asyncio.run(check_upload(wav_of(70), "audio_path", SOUND))
+    with pytest.raises(Refusal, match="audio_path: longer than 3600 s"):
+        asyncio.run(check_upload(wav_of(3700), "audio_path", SOUND))
+
+
+def as_container(name, codec, sound, **how):
+    """A short clip, or only its sound, in a container of this ending."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=how.get("format", name)) as made:
+        streams = []
+        if codec:
+            video = made.add_stream(codec, rate=25)
+            video.width, video.height, video.pix_fmt = 64, 64, how.get("pix", "yuv420p")
+            streams.append(video)
+        if sound:
+            audio = made.add_stream(sound, rate=48000, layout="stereo")
+            audio.bit_rate = 128_000
+            streams.append(audio)
+        if codec:
+            for i in range(5):
+                frame = av.VideoFrame.from_ndarray(
+                    np.full((64, 64, 3), 40 * i, np.uint8), format="rgb24"
+                )
+                frame = frame.reformat(format=video.pix_fmt)
+                frame.pts, frame.time_base = i, Fraction(1, 25)
+                made.mux(video.encode(frame))
+        if sound:
+            for at in range(0, 9600, 960):
+                frame = av.AudioFrame.from_ndarray(
+                    np.zeros((2, 960), np.float32), format="fltp", layout="stereo"
+                )
+                frame.sample_rate, frame.pts, frame.time_base = 48000, at, Fraction(1, 48000)
+                made.mux(audio.encode(frame))
+        for stream in streams:
+            made.mux(stream.encode())
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind, name, codec, sound, how", [
+    (VIDEO, "avi", "mpeg4", "libmp3lame", {}), (VIDEO, "mpegts", "mpeg2video", "mp2", {}),
+    (VIDEO, "vob", "mpeg2video", "mp2", {}), (VIDEO, "flv", "libx264", "", {}),
+    (VIDEO, "asf", "wmv2", "wmav2", {}), (VIDEO, "mov", "prores_ks", "pcm_s24le", {"pix": "yuv422p10le"}),
+    (VIDEO, "yuv4mpegpipe", "wrapped_avframe", "", {}), (VIDEO, "apng", "apng", "", {"pix": "rgb24"}),
+    (SOUND, "aiff", "", "pcm_s16be", {}), (SOUND, "caf", "", "pcm_s24le", {}), (SOUND, "adts", "", "aac", {}),
+    (SOUND, "w64", "", "pcm_s24le", {}), (SOUND, "au", "", "pcm_s16be", {}), (SOUND, "ac3", "", "ac3", {}),
+    (SOUND, "eac3", "", "eac3", {}), (SOUND, "mp2", "", "mp2", {}), (SOUND, "wv", "", "wavpack", {}),
+])  # fmt: skip
+def test_the_server_takes_what_the_command_line_reads(kind, name, codec, sound, how):
+    asyncio.run(check_upload(as_container(name, codec, sound, **how), "a_file", kind))
