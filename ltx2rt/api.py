@@ -99,6 +99,7 @@ class Clip:
         form: str = ".mp4",
         provenance: bool = True,
         sign: tuple[str | Path, str | Path] | None = None,
+        timestamp: str | None = None,
     ) -> None:
         """Write the clip as `--output` would, with the settings in its metadata and, unless
         `provenance` is False, the mark that a model made it. path: its ending names the form; into
@@ -112,7 +113,7 @@ class Clip:
             return
         output, count = Path(path), len(self.frames) or self.settings["num_frames"]
         signature = parse_signature(sign) if sign else None
-        files = Files(outputs=(output,), provenance=provenance, sign=signature)
+        files = Files(outputs=(output,), provenance=provenance, sign=signature, timestamp=timestamp)
         files.check(num_frames=count)
         write_clip(
             output,
@@ -122,7 +123,7 @@ class Clip:
             waveform=self.waveform,
             sample_rate=self.sample_rate,
             comment=self.metadata,
-            origin=replace(self.origin, signature=signature) if provenance else None,
+            origin=replace(self.origin, signature=files.signature) if provenance else None,
         )
 
 

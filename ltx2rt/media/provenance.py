@@ -65,11 +65,13 @@ def _append(file: Path, packet: bytes) -> None:
 
 @dataclass(frozen=True)
 class Signature:
-    """A certificate chain with its private key, both PEM, and C2PA's name of their algorithm."""
+    """A certificate chain with its private key, both PEM, and C2PA's name of their algorithm.
+    timestamp: URL of an authority that dates each signature (RFC 3161); None: nobody is asked."""
 
     certificate: bytes
     key: bytes
     algorithm: str
+    timestamp: str | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ class Origin:
             "assertions": [{"label": "c2pa.actions.v2", "data": actions}],
         }
         own, c2pa_info = self.signature, cast(Any, c2pa.C2paSignerInfo)
-        info = c2pa_info(own.algorithm.encode(), own.certificate, own.key, None)
+        authority = own.timestamp.encode() if own.timestamp else None
+        info = c2pa_info(own.algorithm.encode(), own.certificate, own.key, authority)
         with (
             c2pa.Signer.from_info(info) as by,
             c2pa.Builder(json.dumps(manifest)) as builder,
@@ -188,10 +191,8 @@ def _add_ingredient(builder: Any, path: Path, role: str, label: str) -> None:
 
 def read_signature(certificate: Path, key: Path) -> Signature:
     """The signature of `--sign`. Raises InputError unless readers of C2PA would accept it."""
-    from PIL import Image
-
     try:
-        import c2pa
+        import c2pa  # noqa: F401
         from cryptography import x509
         from cryptography.hazmat.primitives.serialization import load_pem_private_key
     except ModuleNotFoundError:
@@ -214,6 +215,16 @@ def read_signature(certificate: Path, key: Path) -> Signature:
     if not begin <= datetime.now(UTC) <= end:
         raise InputError(f"--sign: {certificate} is valid from {begin:%Y-%m-%d} to {end:%Y-%m-%d}")
     signature = Signature(texts[0], texts[1], _algorithm(private, key))
+    try_signing(signature, f"--sign: {certificate}")
+    return signature
+
+
+def try_signing(signature: Signature, what: str) -> None:
+    """Sign a picture of one pixel. Raises InputError, which begins with `what`, unless readers of
+    C2PA would accept it."""
+    import c2pa
+    from PIL import Image
+
     pixel, to = io.BytesIO(), io.BytesIO()
     Image.new("RGB", (1, 1)).save(pixel, "PNG")
     pixel.seek(0)
@@ -221,11 +232,10 @@ def read_signature(certificate: Path, key: Path) -> Signature:
         Origin("a model", "", "check", now(), signature=signature)._sign("image/png", pixel, to)
         read = json.loads(c2pa.Reader("image/png", to).json())
     except c2pa.C2paError as error:
-        raise InputError(f"--sign: {certificate} cannot sign: {error}") from None
+        raise InputError(f"{what} cannot sign: {error}") from None
     for status in read.get("validation_status", ()):
-        if status["code"] != "signingCredential.untrusted":  # readers decide about trust
-            raise InputError(f"--sign: {certificate} would be rejected: {status['explanation']}")
-    return signature
+        if not status["code"].endswith(".untrusted"):  # readers decide about trust
+            raise InputError(f"{what} would be rejected: {status['explanation']}")
 
 
 def _algorithm(private: Any, key: Path) -> str:

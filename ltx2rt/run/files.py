@@ -23,7 +23,7 @@ from ltx2rt.media.output import (
     is_still,
     sound_beside,
 )
-from ltx2rt.media.provenance import Signature, read_signature
+from ltx2rt.media.provenance import Signature, read_signature, try_signing
 from ltx2rt.notes import note
 
 flag = flags_of("output")
@@ -58,11 +58,24 @@ class Marks:
     sign: Signature | None = flag(
         None, "PEM files that sign the file (C2PA)", parse_signature, metavar=("CERT", "KEY")
     )
+    timestamp: str | None = flag(
+        None, "authority that dates the signature (RFC 3161), asked for each file", metavar="URL"
+    )
+
+    @property
+    def signature(self) -> Signature | None:
+        return self.sign and replace(self.sign, timestamp=self.timestamp)
 
     def check_marks(self, outputs: Iterable[Path] = ()) -> None:
         """Raises InputError for flags that contradict each other, or the form of a file."""
         if self.sign and not self.provenance:
             raise InputError("--sign contradicts --no-provenance; give one of them")
+        if self.timestamp is not None:
+            if not self.timestamp.startswith(("http://", "https://")):
+                raise InputError(f"--timestamp: {self.timestamp[:80]!r}, expected http://HOST/PATH")
+            if self.signature is None:
+                raise InputError("--timestamp dates a signature; give --sign CERT KEY as well")
+            try_signing(self.signature, f"--timestamp: with {self.timestamp}, --sign")
         if self.sign:
             for output in outputs:
                 check_signed(output)

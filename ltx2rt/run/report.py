@@ -100,7 +100,7 @@ def labels(session: Session, clip: Clip, video: int, marks: Marks) -> dict[str, 
         time=time,
         kept=tuple(files[True]),
         shown=tuple(files[False]),
-        signature=marks.sign,
+        signature=marks.signature,
     )
     return label
 

@@ -3,10 +3,15 @@
 import datetime
 import io
 import json
+import shutil
 import struct
+import subprocess
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from fractions import Fraction
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import av
 import numpy as np
@@ -17,6 +22,7 @@ from ltx2rt.media.hdr import HighRange, attributes
 from ltx2rt.media.mp4 import MP4, FollowedClip
 from ltx2rt.media.output import check_signed, is_still, write_clip
 from ltx2rt.media.provenance import SIGNED_TYPES, Origin, copy_mark, now, read_signature
+from ltx2rt.run.files import Files
 from tests.conftest import refused
 
 IPTC = "http://iptc.org/std/Iptc4xmpExt/2008-02-29/"
@@ -144,7 +150,7 @@ def certificate(folder: Path, days: int = 365, usage: str = "EMAIL_PROTECTION", 
         )
         if not is_root:
             purpose = x509.ExtendedKeyUsage([getattr(ExtendedKeyUsageOID, usage)])
-            builder = builder.add_extension(purpose, critical=False)
+            builder = builder.add_extension(purpose, critical=usage == "TIME_STAMPING")
         return builder.sign(root, hashes.SHA256())
 
     leaf = signed("leaf", key.public_key(), False, days)
@@ -249,3 +255,63 @@ def test_a_batch_marks_and_signs_its_clips(command, tmp_path):
     state, found = manifest(out / "a.mp4")
     assert state == "Valid" and [one["action"] for one in actions_of(found)] == ["c2pa.created"]
     assert properties(out / "a.mp4") and b"a red circle" not in (out / "a.mp4").read_bytes()
+
+
+@pytest.fixture
+def authority(tmp_path):
+    """The URL of a time-stamp authority, played by openssl."""
+    folder = tmp_path / "authority"
+    folder.mkdir()
+    (folder / "ts.cnf").write_text(
+        "[tsa]\ndefault_tsa = t\n[t]\nserial = serial\ncrypto_device = builtin\nsigner_cert = cert.pem\n"
+        "signer_key = key.pem\nsigner_digest = sha256\ndefault_policy = 1.2.3.4\ndigests = sha256, sha384\n"
+        "accuracy = secs:1\nordering = yes\n"
+    )  # fmt: skip
+    certificate(folder, usage="TIME_STAMPING")
+    asked = []
+
+    class Stamp(BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append(self.path)
+            (folder / "q").write_bytes(self.rfile.read(int(self.headers["content-length"])))
+            openssl(folder, *"ts -reply -config ts.cnf -queryfile q -out r -chain cert.pem".split())
+            data = (folder / "r").read_bytes()
+            self.send_response(200)
+            self.send_header("content-type", "application/timestamp-reply")
+            self.send_header("content-length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *about):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stamp) as server:
+        Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/stamp", asked
+        server.shutdown()
+
+
+def openssl(folder, *words):
+    subprocess.run(["openssl", *words], cwd=folder, check=True, capture_output=True)
+
+
+@pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl to date signatures")
+def test_an_authority_dates_signatures_only_where_it_is_named(authority, tmp_path):
+    pytest.importorskip("c2pa")
+    url, asked = authority
+    signature = read_signature(*certificate(tmp_path))
+    assert not asked
+    files = Files(outputs=(tmp_path / "a.png",), sign=signature, timestamp=url)
+    files.check_marks(files.outputs)
+    assert len(asked) == 1  # before the run
+    origin = replace(ORIGIN, signature=files.signature)
+    write_clip(tmp_path / "a.png", [FRAMES[:1]], **CLIP, origin=origin)
+    state, found = manifest(tmp_path / "a.png")
+    assert state == "Valid" and found["signature_info"]["time"] and len(asked) == 2
+    for marks, says in (
+        (Files(sign=signature, timestamp="ftp://x"), "expected http://HOST/PATH"),
+        (Files(timestamp=url), "--timestamp dates a signature"),
+        (Files(sign=signature, timestamp="http://127.0.0.1:9/x"), "127.0.0.1:9/x, --sign cannot sign"),
+    ):  # fmt: skip
+        with refused(says):
+            marks.check_marks()
