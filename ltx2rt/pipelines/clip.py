@@ -61,7 +61,8 @@ class Clip:
 
     width, height: of the pictures that the model makes, 0 without; size_px: height and width of
     the written ones. prompt: the text to follow, without those by time. source: the given
-    clip, with the frames that the model sees; other: the one to join to it. cells: f32[f, h, w], the
+    clip, with the frames that the model sees; other: the one to join to it; sound:
+    "new", or the file's. cells: f32[f, h, w], the
     latents of a region that are made, 1, or kept, 0. hdr: how the files are in high dynamic range.
     guiding: None for distilled steps. prefix: of the names of a segment's noise.
     """
@@ -80,6 +81,7 @@ class Clip:
     images: tuple[ImageSpec, ...]
     source: Footage | None
     other: Footage | None
+    sound: str | None
     segments: SegmentPlan | None
     hdr: HighRange | None
     guiding: Guiding | None
@@ -126,12 +128,12 @@ class Clip:
         """Whether the clip has sound: of silent files, only if it is new."""
         given = [footage for footage in (self.source, self.other) if footage]
         sounds = not given or any(footage.info.has_sound for footage in given)
-        return self.audio and (sounds or self.request.sound == "new")
+        return self.audio and (sounds or self.sound == "new")
 
     @property
     def keeps_sound(self) -> bool:
         """Whether the clip keeps sound of the given file; without sound of its own it reads none."""
-        kept = self.request.sound in (None, "keep")
+        kept = self.sound in (None, "keep")
         return bool(self.audio and kept and self.source and self.source.info.has_sound)
 
     @property
@@ -218,6 +220,7 @@ class Draft:
     request: Request
     source: Footage | None = None
     other: Footage | None = None
+    sound: str | None = None
     segments: SegmentPlan | None = None
     hdr: HighRange | None = None
     guidance: np.ndarray | None = None
@@ -258,6 +261,7 @@ class Draft:
             images=r.images,
             source=self.source,
             other=self.other,
+            sound=self.sound,
             segments=self.segments,
             hdr=self.hdr,
             guiding=guiding,

@@ -83,6 +83,10 @@ class Extend(Request):
         """Whether the new frames are between two."""
         return self.loop is not None or self.join is not None
 
+    @property
+    def joins(self) -> bool:
+        return self.join is not None
+
     def seam(self, new: int) -> Seam:
         """new: frames to add."""
         before = 0 if self.before else self.overlap

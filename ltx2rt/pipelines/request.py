@@ -50,14 +50,12 @@ class Absent:
     quality: str | None = None
     guided: bool | None = None
     audio: bool = False
-    sound: str | None = None
     images: tuple[ImageSpec, ...] = ()
     hdr: str | None = None
     hdr_transfer: str = TRANSFERS[0]
     prompt_at: tuple[PromptSpan, ...] = ()
     prompt_softness: float = 0.0
     segment_frames: int | None = None
-    join: Path | None = None
     guidance_interval: tuple[float, float] | None = None
     learnt: tuple[LoraSpec, ...] = ()
 
@@ -206,6 +204,11 @@ class Request(Absent):
     def negated(self) -> bool:
         """Whether the run reads the negative prompt."""
         return any(group.negates(self) for group in self)
+
+    @property
+    def joins(self) -> bool:
+        """Whether a second clip is brought to the size of the given one."""
+        return False
 
     @property
     def border(self) -> tuple[int, int]:

@@ -92,7 +92,6 @@ class Upscale(Request):
     task = "Make a clip larger"
     example = "--upscale clip.mp4"
     distilled = "optional"
-    sound = "keep"
     groups = (Prompt(), Enlarged(larger=2), *RUN, FileSize(), PromptsByTime(), Sounding(), *NAGGED)
 
     def stages(

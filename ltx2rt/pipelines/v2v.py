@@ -62,7 +62,8 @@ class VideoToVideo(Request):
                 f"--num-videos: {self.num_videos}, but new sound is made for one; run it for each "
                 "seed"
             )
-        draft.fill(sound=self.sound or "keep")
+        draft.sound = self.sound or "keep"
+        draft.fill(sound=draft.sound)
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         steps = len(clip.schedule) - 1

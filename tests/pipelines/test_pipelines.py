@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -9,12 +10,21 @@ import pytest
 
 import ltx2rt
 from ltx2rt import pipelines
+from ltx2rt.errors import InputError
+from ltx2rt.flags import flag
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import pipeline
+from ltx2rt.pipelines.build import Loras
+from ltx2rt.pipelines.clip import resolve
+from ltx2rt.pipelines.groups.group import Added, Group
+from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages.denoise import Denoise
+from ltx2rt.stages.text import Text
+from ltx2rt.weights.presets import preset
 
 LATENT = '''
 """text-to-latent: one denoised step at full size, and no decoder."""
@@ -119,3 +129,36 @@ def test_the_upsampler_decides_the_size_of_the_first_stage(tiny, tmp_path):
     state, *_ = produce(session, plan, keep=True)
     assert state.record["stage1.video.steps"].shape == (1, 2 * 2 * 4, 128)
     assert state.record["upsampled"].shape == (1, 128, 2, 3, 6)
+
+
+@dataclass(frozen=True)
+class Around(Group):
+    """A default, a field of a denoising stage, and stages before and after it."""
+
+    level: float | None = flag(None, "a number of no pipeline")
+
+    def into(self, draft, model):
+        draft.fill(level=0.5 if self.level is None else self.level)
+
+    def fits(self, clip, model):
+        if self.level > clip.num_frames:
+            raise InputError("--level: too large")
+
+    def stages(self, clip, name, geometry):
+        before, after = (Text((f"{word} {name} {self.level}",)) for word in ("before", "after"))
+        return Added({"eta": self.level}, before=(before,), after=(after,))
+
+
+def test_a_group_fills_a_clip_and_adds_stages_around_a_denoising_one():
+    class Toy(OneStage):
+        groups = (*OneStage.groups, Around())
+
+    config, asked = preset("tiny-2.3").config, Toy("a fox", num_frames=9, seed=1)
+    clip = resolve(asked, config)
+    made = clip.stages(config, ModelOptions("cuda", Path("model")), Loras())
+    i = next(i for i, stage in enumerate(made) if isinstance(stage, Denoise))
+    assert made[i].eta == 0.5 and made[i - 1].prompts == ("before stage1 0.5",)
+    assert made[i + 1].prompts == ("after stage1 0.5",)
+    assert asked.level is None and clip.request.settings()["level"] == 0.5
+    with pytest.raises(InputError, match="--level: too large"):
+        resolve(Toy("a fox", num_frames=9, seed=1, level=10.0), config)

@@ -188,25 +188,24 @@ class Segments(Group):
     # --- checks -----------------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        alone = {
-            "--num-videos": request.num_videos > 1,
-            "--auto-duration": request.auto_duration,
-            "--prompt-at": request.prompt_at,
-        }
-        several = {
-            "--prompt: several": self.segment_prompts,
-            "--segment-seed": self.segment_seeds,
-            "--cut": self.cut,
-            "--colour-lock": self.colour_lock,
-            "--anchor": self.anchor,
-        }
-        for name in (name for name, given in alone.items() if given):
-            refuse_in_segments(request, name)
-        given = [name for name, given in several.items() if given]
-        if given and not request.in_segments:
-            raise InputError(
-                f"{given[0]}: the clip has one segment; give --segment-frames, fewer than it has"
-            )
+        for name, given in (
+            ("--num-videos", request.num_videos > 1),
+            ("--auto-duration", request.auto_duration),
+            ("--prompt-at", request.prompt_at),
+        ):
+            if given:
+                refuse_in_segments(request, name)
+        for name, given in (
+            ("--prompt: several", self.segment_prompts),
+            ("--segment-seed", self.segment_seeds),
+            ("--cut", self.cut),
+            ("--colour-lock", self.colour_lock),
+            ("--anchor", self.anchor),
+        ):
+            if given and not request.in_segments:
+                raise InputError(
+                    f"{name}: the clip has one segment; give --segment-frames, fewer than it has"
+                )
         for prompt in self.segment_prompts:
             if not prompt.strip():
                 raise InputError("--prompt: one is empty; say what the segment shows")

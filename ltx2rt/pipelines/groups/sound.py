@@ -61,6 +61,9 @@ class NewSound(Group):
         None, "keep the clip's sound or silence, or make new sound", choices=("keep", "new")
     )
 
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        draft.sound = self.sound
+
 
 @dataclass(frozen=True)
 class SoundFrom(Group):

@@ -179,7 +179,7 @@ class FileSize(Pixels):
     )
 
     def check(self, request: Request) -> None:
-        if self.fit and not (self.width or self.height or request.join):
+        if self.fit and not (self.width or self.height or request.joins):
             raise InputError(
                 "--fit: the clip keeps its size; add --width and --height, or leave it out"
             )
