@@ -193,7 +193,7 @@ HEAD = """\
 
 Each with a command that does it and the three flags that matter. In a strip the first row is what
 is given, the last one what is made; the [tiny trained model](../examples/tiny-trained/README.md)
-drew them, which knows coloured shapes and nothing else. Seconds are those of LTX-2.5, distilled, in
+drew them, which knows coloured shapes and nothing else. Seconds are for LTX-2.5, distilled, in
 bfloat16 at the default 1536x1024, 121 frames, by `ltx2rt plan`, scaled from what an H200 took, without
 the first load; given clips have that size. `python -m benchmarks.tasks` makes this page. All pipelines:
 [pipelines.md](pipelines.md).

@@ -296,6 +296,16 @@ def test_pictures_are_placed_and_a_batch_is_refused(nodes):
         nodes.ImageNode.execute(batch, "0", 1.0)
 
 
+def test_a_sheet_is_the_reference_and_a_clip_is_upscaled(comfy, nodes):
+    sheet = torch.zeros(1, 8, 8, 3)
+    fields, uploads = nodes.ReferencesNode.request({"sheet": sheet, "video_conditioning": None})
+    assert fields["pipeline"] == "ic-lora" and "images" not in fields
+    assert [(one.field, one.name) for one in uploads] == [("video_conditioning", "sheet.png")]
+    fields, uploads = nodes.UpscaleNode.request({"upscale": clip_of(comfy), "prompt": "a fox"})
+    assert fields == {"pipeline": "upscale", "prompt": "a fox"}
+    assert [one.field for one in uploads] == ["upscale"]
+
+
 def test_frames_are_read_only_where_they_are_connected(comfy, nodes, real_server, monkeypatch):
     """A minute of 1536x1088 takes 29 GB; a clip that is there is not made again for them."""
     sent, played = [], clip_of(comfy, "made.mp4")

@@ -53,6 +53,13 @@ def test_what_no_worker_could_read_is_refused(data, words):
     assert str(refused.value).startswith(f"images: {words}") and "tmp" not in str(refused.value)
 
 
+def test_a_picture_is_a_video_of_one_frame():
+    """As a sheet that a clip refers to; a damaged one is refused."""
+    asyncio.run(check_upload(encoded(NOISE, "PNG"), "video_conditioning", VIDEO))
+    with pytest.raises(Refusal, match="video_conditioning: it is no readable image"):
+        asyncio.run(check_upload(encoded(NOISE, "PNG")[:9000], "video_conditioning", VIDEO))
+
+
 def test_a_file_is_blamed_for_processor_time_and_the_machine_for_the_clock(monkeypatch):
     endless = """
 from ltx2rt.serve import upload
