@@ -242,6 +242,8 @@ def _describe(
     """Set the tags of an open file. In MP4 and MOV the XMP gets a box at the end instead."""
     if comment is not None:
         file.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
+    if origin:
+        file.metadata["creation_time"] = origin.time  # of the tracks as well
     if origin and kind.format not in ("mp4", "mov"):
         file.metadata["XMP"] = origin.xmp()
 

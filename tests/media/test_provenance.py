@@ -315,3 +315,11 @@ def test_an_authority_dates_signatures_only_where_it_is_named(authority, tmp_pat
     ):  # fmt: skip
         with refused(says):
             marks.check_marks()
+
+
+@pytest.mark.parametrize("name", ["a.mp4", "a.mov"])
+def test_a_clip_and_its_tracks_have_a_time(name, tmp_path):
+    write_clip(tmp_path / name, [FRAMES], **CLIP, origin=ORIGIN)
+    with av.open(str(tmp_path / name)) as file:
+        for tags in (file.metadata, *(stream.metadata for stream in file.streams)):
+            assert tags["creation_time"].startswith(ORIGIN.time.removesuffix("Z"))
