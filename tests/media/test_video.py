@@ -1,7 +1,9 @@
 """Given videos are read as the reference reads them, upright, and whatever would go wrong is said
 first."""
 
+import contextlib
 import os
+import random
 import re
 import struct
 from fractions import Fraction
@@ -14,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ltx2rt.errors import singular
+from ltx2rt.errors import InputError, singular
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, wide_to_709
 from ltx2rt.media.mp4 import HLG, PQ, Colours, write_mp4
@@ -446,3 +448,38 @@ def test_alpha_beside_the_pictures_of_vp9_is_said(tmp_path):
         frame = av.VideoFrame.from_ndarray(np.zeros((64, 64, 4), np.uint8), format="rgba")
         container.mux([*stream.encode(frame.reformat(format="yuva420p")), *stream.encode()])
     assert "alpha channel is dropped" in " ".join(Footage.read(tmp_path / "a.webm", FLAG).said())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_clips_with_packets_lost_or_moved_stay_in_time_or_say_so(tmp_path, seed):
+    """Of pictures or of sound, in containers with times; frame i of the clip shows its own number."""
+    rng = random.Random(seed)
+    what, change = rng.choice(["video", "audio"]), rng.choice(["lost", "again", "moved"])
+    write(tmp_path / "a.mkv", range(0, 240, 10), codec="ffv1", sound_s=1.0)
+    with av.open(str(tmp_path / "a.mkv")) as source, av.open(str(tmp_path / "b.mkv"), "w") as to:
+        streams = {s.index: to.add_stream_from_template(s) for s in source.streams}
+        packets = [packet for packet in source.demux() if packet.dts is not None]
+        places = [i for i, packet in enumerate(packets) if packet.stream.type == what][3:-3]
+        for i in sorted(rng.sample(places, 2), reverse=True):
+            packet = packets.pop(i)
+            if change == "again":
+                packets[i:i] = [packet, packet]
+            elif change == "moved":
+                packets.insert(
+                    next(n for n in range(i, len(packets)) if packets[n].stream.type == what) + 1,
+                    packet,
+                )
+        for packet in packets:
+            packet.stream = streams[packet.stream.index]
+            with contextlib.suppress(av.FFmpegError):  # a muxer may refuse it
+                to.mux(packet)
+    try:
+        clip = Footage.read(tmp_path / "b.mkv", FLAG)
+        shown = [round((int(pixels[16, 24, 0]) - 20) / 10) for pixels in clip.frames()]
+        said = [*clip.said(), *clip.missing]
+    except InputError as error:
+        assert "times of its sound go back" in str(error)
+        return
+    late = max(abs(n - i - shown[0]) for i, n in enumerate(shown))
+    assert said or late == 0, (what, change, shown)
+    assert np.asarray(clip.sound(48000)).shape[1] == round(len(shown) / clip.info.fps * 48000)

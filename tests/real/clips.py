@@ -8,7 +8,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from ltx2rt.media.sound import read_sound
+from ltx2rt.media.sound import read_sound, write_wav
 from tests.real.table import REAL, Row
 
 SMALL = "--seed 1 --pipeline one-stage --width 64 --height 96 --num-frames 9 --steps 4"
@@ -186,7 +186,34 @@ def real_rows(name: str, padded: str, top: int, *heard: tuple[float, float]) -> 
     return [*rows, Row(f"a2v-{name}", hear, given, ("holds no sound",), status=2, real=True)]
 
 
+def exported(folder: Path) -> None:
+    """Numbered frames, as an editor exports them, with their sound under the frames' name."""
+    (folder / "shots").mkdir()
+    for i in range(25):
+        Image.new("RGB", (112, 80), (10 * i, 60, 60)).save(folder / "shots" / f"fox-{i:05d}.png")
+    write_wav(folder / "shots/fox.wav", np.full((2, 12000), 0.1, np.float32), 12000)
+
+
+def of_pattern(folder: Path) -> None:
+    assert facts(folder / "clip.mp4")[:4] == (112, 80, 25, 25)
+    assert read_sound(folder / "clip.mp4")[1] == 12000
+
+
+def in_every_form(folder: Path) -> None:
+    for name, codec in (("clip.prores.mov", "prores"), ("clip.mkv", "h264"), ("clip.m4v", "h264")):
+        with av.open(str(folder / name)) as file:
+            assert file.streams.video[0].codec_context.codec.canonical_name == codec
+    lengths = [read_sound(folder / f"song.{kind}")[0].shape[1] for kind in ("flac", "mp3")]
+    assert 0 < lengths[0] <= lengths[1] < lengths[0] + 3000
+    with Image.open(folder / "clip.webp") as shown:
+        assert shown.n_frames == len([*folder.glob("f/*.jpg")]) == 9
+
+
 ROWS = [
+    Row("frames-by-their-pattern", f"{GIVEN.replace('in.mp4', 'shots/fox-%05d.png')} --fps 25 "
+        "--start-time 0.3 --end-time 0.6", exported, check=of_pattern),
+    Row("every-form-of-one-clip", f"generate TINY --prompt=a {SMALL} --output clip.prores.mov clip.mkv clip.m4v "
+        "song.flac song.mp3 clip.webp f/%03d.jpg last.jpg", check=in_every_form),
     *(
         Row(f"photo-with-exif-orientation-{i}", f"generate TINY {SMALL} --prompt=a --image selfie.jpg:0 "
             "--image-crf 0 --output clip.mp4", selfie(i), check=red_on_top)
