@@ -7,7 +7,7 @@ there, drawn at random and lying as they do there: slices of packed rows, videos
 has several readers once. Of a float8 linear (`--weights-dtype float8`) it is the quantisation of
 its operand. With `--stored TYPE ...` the blocks' matrices are kept as files of each type hold them.
 
-Of attention it is said how far each kernel that `--attention` names is from float64.
+For attention it prints how far each kernel that `--attention` names is from float64.
 
 Contestants do the same op: `kernel` is the backend's choice, so on a CPU the plain ops, and the
 reason is printed; `eager` is those plain ops; `compiled` is their Inductor code. The floor
@@ -60,7 +60,7 @@ from ltx2rt.session.options import ATTENTION, ModelOptions
 CONTESTANTS = ("kernel", "eager", "compiled")
 # bytes of operands that calls go around: several times the 50 MB of an H100's or H200's L2 cache
 COLD_BYTES = 256e6
-# of which attention's distance is taken: float64 scores of all queries would fill the memory
+# queries to measure attention's distance by: float64 scores of all would fill the memory
 EXACT_QUERIES = 256
 # that a measured run moves at least on a GPU: milliseconds, against which its one wait is nothing
 RUN_BYTES = 20e9

@@ -243,7 +243,7 @@ def _describe(
     if comment is not None:
         file.metadata["comment"] = json.dumps(comment, ensure_ascii=False)
     if origin:
-        file.metadata["creation_time"] = origin.time  # of the tracks as well
+        file.metadata["creation_time"] = origin.time  # for the tracks as well
     if origin and kind.format not in ("mp4", "mov"):
         file.metadata["XMP"] = origin.xmp()
 

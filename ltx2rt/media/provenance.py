@@ -66,7 +66,7 @@ def _append(file: Path, packet: bytes) -> None:
 @dataclass(frozen=True)
 class Signature:
     """A certificate chain with its private key, both PEM, and C2PA's name of their algorithm.
-    timestamp: URL of an authority that dates each signature (RFC 3161); None: nobody is asked."""
+    timestamp: URL of an authority that dates each signature (RFC 3161); None: none is asked."""
 
     certificate: bytes
     key: bytes

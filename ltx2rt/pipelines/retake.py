@@ -142,7 +142,7 @@ class Retake(Request):
             if given[m] and m != self.keep
         }
 
-    def made_anew(self, clip: Clip, geometry: Geometry) -> tuple[range, tuple[float, float]]:
+    def remade(self, clip: Clip, geometry: Geometry) -> tuple[range, tuple[float, float]]:
         """The file's frames, and the seconds of its sound, that the new tokens cover; the last
         audio token lasts until the clip's end. Sound that is made whole is not counted."""
         g, masks = geometry, self.masks(clip, geometry)
@@ -160,7 +160,7 @@ class Retake(Request):
         return frames, sound_s
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
-        frames, (start, end) = self.made_anew(clip, clip.geometry(model))
+        frames, (start, end) = self.remade(clip, clip.geometry(model))
         parts = (
             [f"frames {frames.start} to {frames.stop - 1} of {clip.num_frames}"] if frames else []
         )
@@ -182,7 +182,7 @@ class Retake(Request):
         keeps_sound = self.keeps_sound(clip)
         spliced, window = [], source.window
         if self.keep_source or window:
-            frames, seconds = self.made_anew(clip, full)
+            frames, seconds = self.remade(clip, full)
             if window and not self.keep_source:
                 frames, end = window, window.stop / clip.fps
                 seconds = since_s(clip), float(end)

@@ -28,7 +28,7 @@ from ltx2rt.suggest import same
 LAST = re.compile("end|last|tail")  # in a peer's name of an image: for the last frame
 NO_FRAME = re.compile("reference|key")  # in such a name: the frame is not known
 MAX_PROMPT = 2**17 - 1  # characters of a word on Linux' command line
-MAX_VALUE = 4000  # of other text
+MAX_VALUE = 4000  # characters of other text
 MAX_PROMPTS = 64  # limit for segments
 MAX_DIGITS = 40  # characters of a number
 

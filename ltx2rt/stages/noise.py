@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-CHUNK = 2**16  # pairs of numbers at once, whose temporaries stay in a processor's cache
+CHUNK = 2**16  # pairs of numbers at once, so that temporaries stay in a processor's cache
 
 
 def standard_normal(seed: int, stream: str, shape: tuple[int, ...]) -> np.ndarray:

@@ -10,7 +10,7 @@ from jax import Array, lax
 from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY
 from ltx2rt_tpu.ops.table import op, precision
 
-# Of operands that v6e computes once. Smaller ones take no time; of larger ones, XLA fuses the GELU
+# Sizes of operands that v6e computes once. Smaller ones take no time; of larger ones, XLA fuses the GELU
 # into the product before it, which then takes 0.71 ms in place of 0.44 (4080 x 4096 x 8192).
 ONCE_BYTES = (2**20, 2**24)
 
