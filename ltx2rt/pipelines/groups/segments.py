@@ -179,7 +179,7 @@ class Segments(Group):
 
     def spans(self, num_frames: int, size: int, given: bool) -> list[range]:
         """The clip's frames that each segment has. given: it keeps the frames of a file where a
-        segment begins anew."""
+        segment begins again."""
         whole = -(-(num_frames - 1) // STEP) * STEP + 1
         starts = segment_starts(whole, size, self.overlap, () if given else self.cut)
         ends = [min(start + size, num_frames) if given else start + size for start in starts]
