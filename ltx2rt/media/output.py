@@ -268,13 +268,8 @@ def write_clip(
         None,
         container_of(path, hdr.transfer if hdr else None),
     )
-    rates = how.audio_rates if how or (how := SOUNDS.get(suffix)) else ()
-    if waveform is not None and rates and sample_rate not in rates:
-        assert how, "a form with rates"
-        note(
-            f"{path}: {how.audio} has no {sample_rate} Hz; the sound is resampled to {USUAL_RATE} Hz"
-        )
-        waveform, sample_rate = at_rate(waveform, sample_rate, USUAL_RATE), USUAL_RATE
+    how = how or SOUNDS.get(suffix)
+    waveform, sample_rate = _at_its_rate(path, waveform, sample_rate, how)
     clip: dict[str, Any] = {"num_frames": num_frames, "fps": fps, "comment": comment}
     clip |= {"origin": origin, "pixel_aspect": pixel_aspect}
     if waveform is not None:  # without a picture it lasts as long as it is
@@ -305,6 +300,16 @@ def write_clip(
         with replacing(path) as unfinished_path:
             _write_picture(unfinished_path, suffix, pixels, comment, origin, hdr)
     return {path: state_of(path)}
+
+
+def _at_its_rate(
+    path: Path, waveform: np.ndarray | Sound | None, rate: int, how: Container | None
+) -> tuple[np.ndarray | Sound | None, int]:
+    """The sound at a rate that the form has, and that rate."""
+    if waveform is None or how is None or not how.audio_rates or rate in how.audio_rates:
+        return waveform, rate
+    note(f"{path}: {how.audio} has no {rate} Hz; the sound is resampled to {USUAL_RATE} Hz")
+    return at_rate(waveform, rate, USUAL_RATE), USUAL_RATE
 
 
 def _one_frame(path: Path, chunks: Iterable[np.ndarray], hdr: HighRange | None) -> np.ndarray:
