@@ -414,8 +414,9 @@ def test_a_clip_without_a_name_gets_a_free_one(command, model, tmp_path, monkeyp
     ]
     last = [np.asarray(Image.open(path)) for path in ("many/00008.png", "many/last.png")]
     np.testing.assert_array_equal(*last)
-    found, err = made(*small, "--output", "new/deep/im.webp")
-    assert found == ["new/deep/im.webp"] and "one frame is made, and no sound" in err
-    with Image.open("new/deep/im.webp") as image:
+    found, err = made(*small, "--output", "new/deep/im.jpg")
+    assert found == ["new/deep/im.jpg"] and "one frame is made, and no sound" in err
+    found, _ = made(*small, "--output", "im.webp", "--num-frames", 1)  # else it is a moving one
+    with Image.open("im.webp") as image:
         about = json.loads(image.getexif().get_ifd(0x8769)[0x9286][8:])
     assert image.size == (64, 64) and about["settings"]["num_frames"] == 1

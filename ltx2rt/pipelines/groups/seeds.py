@@ -32,8 +32,8 @@ def draw_seed() -> int:
 
 def parse_seed(given: Any) -> int | None:
     """None for -1, which asks for a random one. Raises ValueError."""
-    seed = int(given)
-    if isinstance(given, float) and seed != given:
+    seed, text = int(given), str(given)
+    if (isinstance(given, float) and seed != given) or not text.isascii() or "_" in text:
         raise ValueError
     return None if seed == DRAWN else seed
 
