@@ -137,7 +137,9 @@ def value(f: Field, given: Any) -> Any:
         or (len(text) > MAX_VALUE and parse is not str)
     ):
         raise misfit
-    if parse is int and not re.fullmatch(r"-?[0-9]{1,20}(\.0)?", text.strip()):
+    if (parse is int or own.json == "integer") and not re.fullmatch(
+        r"-?[0-9]{1,20}(\.0)?", text.strip()
+    ):
         raise InputError(f"{name}: {text[:80]}, expected a whole number of at most 20 digits")
     try:
         return convert(f, given)
