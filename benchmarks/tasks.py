@@ -81,7 +81,7 @@ TASKS = (
          "a blue square grows, dark background"),
     Task("A clip continued", "continue", "--video-path clip.mp4 --extend-frames 96",
          "--video-path clip.mp4 --extend-frames 16 --overlap 9",
-         {"--extend-frames": "new frames, 8k", "--before": "in front of it",
+         {"--extend-frames": "new frames, rounded to 8k", "--before": "in front of it",
           "--join": "up to another clip"}, "clip.mp4", "the fox runs on"),
     Task("A clip in another style", "style", "--video-path clip.mp4 --noise-level 0.725",
          "--video-path clip.mp4 --noise-level 0.9",

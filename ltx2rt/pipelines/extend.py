@@ -49,7 +49,11 @@ class Extend(Request):
     about: ClassVar = {"video_path": "clip to continue; its size and rate are kept (required)"}
 
     extend_frames: int | None = flag(
-        None, "frames to add, 8k, or 8k - 1 (default: 96, 95)", asks="extend", least=7, most=10**6
+        None,
+        "frames to add, rounded to 8k, between two clips to 8k - 1 (default: 96, 95)",
+        asks="extend",
+        least=1,
+        most=10**6,
     )
     seconds: float | None = flag_like(
         Length, "seconds", help="seconds to add, rounded to 8 frames, in place of --extend-frames"
@@ -154,9 +158,10 @@ class Extend(Request):
     def _new_frames(self, fps: Fraction, step: int) -> int:
         """Number of frames to add. Raises InputError."""
         off = 1 if self.bridge else 0
-        new = DEFAULT_NEW - off if self.extend_frames is None else self.extend_frames
+        asked = Fraction(DEFAULT_NEW if self.extend_frames is None else self.extend_frames + off)
         if self.seconds is not None:
-            new = max(round(Fraction(self.seconds) * fps / step), 1) * step - off
+            asked = Fraction(self.seconds) * fps
+        new = max(round(asked / step), 1) * step - off
         if self.loop is not None:
             new = step * self.loop - 1
             if self.extend_frames not in (None, new):
@@ -165,10 +170,6 @@ class Extend(Request):
                     f"{new}; leave one of the two out"
                 )
         check_step("--overlap", self.overlap, step, 1, "frames", f"{step}*k + 1")
-        if (new + off) % step:
-            low = max((new + off) // step, 1) * step - off
-            rule = f"{step}*k{' - 1' * self.bridge}; the nearest are {low} and {low + step} frames"
-            raise InputError(f"--extend-frames: {new}, expected {rule}")
         return new
 
     # --- what is made -----------------------------------------------------------------------------
@@ -176,8 +177,11 @@ class Extend(Request):
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         new, seam = self.extend_frames or 0, self.seam(self.extend_frames or 0)
         seconds = clip.clip_frames / float(clip.fps)
-        old = clip.clip_frames - new
-        yield f"{new} new frames beside {old}: {clip.clip_frames} in all, {seconds:.2f} s"
+        old, asked = clip.clip_frames - new, clip.asked.extend_frames
+        rounded = f", in place of {asked}" if asked not in (None, new) else ""
+        yield (
+            f"{old} frames and {new} new ones{rounded}: {clip.clip_frames} in all, {seconds:.2f} s"
+        )
         if any(seam.faded(side) for side in (seam.before, seam.after)):
             yield f"{FADE_FRAMES} frames are blended at a seam; --no-crossfade keeps all of the file's own"
         yield from super().remarks(clip, model)

@@ -224,9 +224,11 @@ def test_a_clip_without_sound_is_silent_up_to_the_new_part(opened, files):
 
 @pytest.mark.long
 def test_it_is_reported(opened, files, command, tiny, tmp_path):
-    words = ("--pipeline", "extend", "--video-path", files["first"], "--extend-frames", 16)
+    words = ("--pipeline", "extend", "--video-path", files["first"], "--extend-frames", 15)
     model = ("--model", tiny("tiny-2.3", "official"), "--backend", "cuda", "--device", "cpu")
     made = ("--prompt", "a fox", "--output", tmp_path / "long.mp4", "--distilled-lora", "none")
     status, _, err = command("generate", *model, *words, *made)
-    assert status == 0 and "16 new frames beside 20: 36 in all, 1.50 s" in err, err
+    assert status == 0 and "20 frames and 16 new ones, in place of 15: 36 in all, 1.50 s" in err, (
+        err
+    )
     assert len(list(read_frames(tmp_path / "long.mp4", "", 36))) == 36

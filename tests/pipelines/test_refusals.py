@@ -125,8 +125,6 @@ REFUSED = {
         CLIP + "--guidance-interval 0 1": "add --guided",
         CLIP + "--overlap 16": "--overlap: 16, expected 8*k + 1; the nearest are 9 and 17",
         CLIP + "--overlap 25": "has 17 frames, --overlap 25 needs as many",
-        CLIP + "--extend-frames 15": "--extend-frames: 15, expected 8*k; the nearest are 8 and 16",
-        CLIP + "--join slow.mp4 --extend-frames 16": "expected 8*k - 1; the nearest are 15 and 23",
         CLIP + "--loop 2 --extend-frames 16": "16 beside --loop 2, which adds 15",
         CLIP + "--loop 0": "--loop: 0, expected 1 to 100000",
         CLIP + "--extend-frames 800": "the model's limit is 20 s; at most 464",
