@@ -184,14 +184,21 @@ def _animated_info(path: Path, flag: str, most: int | None) -> VideoInfo:
 
 
 def is_animated(path: Path) -> bool:
-    """Whether a PNG or a WebP has several pictures."""
+    """Whether a PNG, a WebP, a GIF or an AVIF has several pictures."""
     if not path.is_file():
         return False
     with path.open("rb") as file:
         start = file.read(4096)
-    return is_animated_webp(path) or (
-        start[1:4] == b"PNG" and b"acTL" in start.partition(b"IDAT")[0]
-    )
+    if start[:3] == b"GIF":
+        from PIL import Image
+
+        try:
+            with Image.open(path, formats=["GIF"]) as image:
+                return image.n_frames > 1
+        except Exception:  # a damaged one, of which FFmpeg says more
+            return True
+    moving_png = start[1:4] == b"PNG" and b"acTL" in start.partition(b"IDAT")[0]
+    return moving_png or start[4:12] == b"ftypavis" or is_animated_webp(path)
 
 
 def is_animated_webp(path: Path) -> bool:

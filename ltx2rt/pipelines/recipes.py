@@ -227,10 +227,10 @@ def _placed(clip: Path, f: Field, item: Any) -> Any:
 
 def _file(clip: Path, f: Field, stated: Any) -> Path:
     """The file of that name, in no other folder than the clip's and this one."""
-    flag = f.name.replace("_", "-")
+    flag = spelling(f)
     name = "" if mismatch(stated, {"name": str, "digest?": str}) else stated["name"]
     if not name or PLAIN.fullmatch(name) is None:
-        wrong = f"names a file of --{flag} in a way that ltx2rt does not write"
+        wrong = f"names a file of {flag} in a way that ltx2rt does not write"
         raise InputError(f"--like: {clip} {wrong}; give the flag")
     folder = f.metadata["flag"].file in ("folder", "video")  # a Gemma, numbered pictures
     for path in (clip.parent / name, Path(name)):
@@ -238,6 +238,6 @@ def _file(clip: Path, f: Field, stated: Any) -> Path:
         if there and same_digest(path, stated.get("digest", "")):
             return path
     raise InputError(
-        f"--{flag}: {name}, with which {clip} was made, was not found beside the clip or here, or has "
+        f"{flag}: {name}, with which {clip} was made, was not found beside the clip or here, or has "
         "changed since; copy it there, or give the flag"
     )

@@ -22,7 +22,14 @@ from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, 
 from ltx2rt.media.mp4 import HLG, PQ, Colours, write_mp4
 from ltx2rt.media.output import write_clip
 from ltx2rt.media.sound import write_wav
-from ltx2rt.media.video import VideoInfo, frames_path, read_frames, video_info
+from ltx2rt.media.video import (
+    VideoInfo,
+    frames_path,
+    is_animated,
+    is_still,
+    read_frames,
+    video_info,
+)
 from ltx2rt.stages.references import brightness
 from tests.conftest import refused
 
@@ -423,6 +430,17 @@ def test_a_clip_made_of_another_keeps_its_colours_and_their_tags(tmp_path, tags)
             assert found == tags
         (shown,) = read(tmp_path / name, 1)
         assert np.abs(shown.reshape(-1, 3).mean(0) - (200, 40, 40)).max() < 4
+
+
+@pytest.mark.parametrize("kind", ["gif", "avif", "png", "webp"])
+def test_a_moving_picture_is_a_clip_whatever_its_name(tmp_path, kind):
+    grey = [Image.new("L", (64, 64), 40 * n) for n in range(3)]
+    grey[0].save(tmp_path / "in.mp4", kind, save_all=True, append_images=grey[1:], duration=100)
+    assert is_animated(tmp_path / "in.mp4") and not is_still(tmp_path / "in.mp4")
+    grey[0].save(tmp_path / "one.bin", kind)
+    assert is_still(tmp_path / "one.bin")
+    if kind != "avif":
+        assert video_info(tmp_path / "in.mp4", "--f").num_frames == 3
 
 
 def test_an_animated_webp_is_a_clip(tmp_path):

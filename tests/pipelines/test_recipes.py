@@ -56,7 +56,7 @@ def test_a_clip_is_made_again_from_its_file_alone(model, command, images, tmp_pa
     assert clip.settings["video_cfg"] == 2.5 and clip.seed == 4
     (tmp_path / "first.png").write_bytes(images[0].read_bytes() + b"x")
     status, _, err = command(*words(model, tmp_path / "b.mp4", "--like", first))
-    assert status == 2 and "made with first.png (--images)" in err, err
+    assert status == 2 and "--image: first.png, with which" in err, err
     assert "width" not in recipe((), name="t2a", like=first)  # which reads no image
 
 
@@ -98,7 +98,7 @@ def test_presets_make_a_clip_of_any_weights(released, preset, kind, name, size):
     )
     checkpoint = opened_checkpoint(options)
     full, loras, stages = resolved(checkpoint, options, replace(request, seed=1))
-    assert full.name == name and (full.width, full.height) == size
+    assert full.request.name == name and (full.width, full.height) == size
     assert resolved(checkpoint, options, full)[0] == full
     if name == "distilled":
         assert (loras.distilled is None) == (kind == "distilled")

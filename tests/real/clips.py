@@ -271,7 +271,7 @@ ROWS = [
             ("interlaced", {"options": {"x264-params": "interlaced=1"}}, ("it is interlaced",)),
             ("webm", {"codec": "libvpx-vp9", "audio": "libopus", "format": "webm"}, ()),
             ("prores", {"codec": "prores_ks", "pix": "yuv422p10le", "audio": "pcm_s16le", "format": "mov"}, ()),
-            ("alpha", {"codec": "ffv1", "pix": "bgra", "format": "matroska"}, ("alpha channel is dropped",)),
+            ("opaque-alpha", {"codec": "ffv1", "pix": "bgra", "format": "matroska"}, ()),
             ("gif", {"codec": "gif", "pix": "gray", "rate": 10, "layout": "", "format": "gif"}, ()),
             ("10-bits-4:2:2", {"pix": "yuv422p10le"}, ()), ("grey", {"pix": "gray"}, ()),
             ("full-range", {"codec": "mjpeg", "pix": "yuvj420p", "audio": "pcm_s16le", "format": "mov"}, ()),
