@@ -194,7 +194,7 @@ def is_animated(path: Path) -> bool:
 
         try:
             with Image.open(path, formats=["GIF"]) as image:
-                return image.n_frames > 1
+                return int(getattr(image, "n_frames", 1)) > 1
         except Exception:  # a damaged one, of which FFmpeg says more
             return True
     moving_png = start[1:4] == b"PNG" and b"acTL" in start.partition(b"IDAT")[0]
