@@ -96,6 +96,7 @@ def test_distilled_takes_the_distilled_transformer_beside_dev(released, made):
         assert "merged" not in err
 
 
+@pytest.mark.long
 def test_two_stage_takes_dev_and_then_the_lora_else_the_distilled_transformer(released, made):
     flags = ("--pipeline", "two-stage", "--steps", "2", "--dtype", "bfloat16")
     with_lora, _ = made(released("dev", "lora"), *flags)
@@ -107,6 +108,7 @@ def test_two_stage_takes_dev_and_then_the_lora_else_the_distilled_transformer(re
     assert_same(found, with_lora)  # its numbers are those of dev with the LoRA
 
 
+@pytest.mark.long
 def test_hq_takes_dev_alone_and_then_the_distilled_transformer(released, made):
     folder, flags = released("dev", "distilled"), ("--pipeline", "hq", "--steps", "2")
     flags += ("--dtype", "bfloat16")
@@ -241,6 +243,7 @@ def test_a_diffusers_decoder_without_type_emb_is_read_and_its_difference_said(re
     assert "distilled: merged" in err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("words, most", [
     (("distilled int8", "text"), 0.05), (("distilled nvfp4", "text"), 0.3),
     (("distilled nvfp4", "text int8"), 0.3), (("dev int8", "distilled nvfp4", "text"), 0.3),
@@ -360,6 +363,7 @@ def test_one_flat_folder_is_read_alike(released, made, tmp_path):
     assert err.count("on the distilled transformer") == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", [{"reload": True}, {"reload": True, "streams": {"transformer": 2}}])
 def test_sets_that_leave_or_stream_make_the_same_clip(released, made, kept, how):
     flags = ("--pipeline", "two-stage", "--steps", "2")
