@@ -275,7 +275,7 @@ def test_noise_without_the_references_tokens_is_refused(following, files, tmp_pa
         make_plan(following["cuda"], request)
 
 
-def test_with_a_mask_its_pixels_are_made_anew(following, tmp_path):
+def test_with_a_mask_its_pixels_are_remade(following, tmp_path):
     """As of a file that has them in green; outside, pixels and sound are the reference's own."""
     clip, green = write(tmp_path / "a.mp4", size=(WIDTH, HEIGHT)), tmp_path / "green.mov"
     mask = np.zeros((HEIGHT, WIDTH), bool)

@@ -105,7 +105,7 @@ def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     expected = direct_masks(41, (96, 64), fps, *region)
     for m, mask in request.masks(clip, geometry).items():
         np.testing.assert_array_equal(mask, expected[m], err_msg=m)
-    frames, (start, end) = request.made_anew(clip, geometry)
+    frames, (start, end) = request.remade(clip, geometry)
     latents = np.flatnonzero(expected["video"][::6])
     assert frames == range(max(8 * latents[0] - 7, 0), 8 * latents[-1] + 1)
     sound = np.flatnonzero(expected["audio"])
@@ -121,7 +121,7 @@ def test_sound_made_to_its_last_token_lasts_as_long_as_the_clip(opened):
     source = Footage(Path("a.mp4"), "", info)
     clip = clip_of(source, (0.5, 0.7))
     geometry = Geometry.of(opened.resident.config, 64, 64, 17, Fraction(24))
-    made = clip.request.made_anew(clip, geometry)
+    made = clip.request.remade(clip, geometry)
     assert made == (range(9, 17), (pytest.approx(0.49), 17 / 24))
 
 
@@ -255,7 +255,7 @@ def test_a_folder_of_exr_images(opened, tmp_path):
     assert relative_l2(state.record["source.video"], expected) <= 1e-6  # float32
     (frames,) = state.frames
     found = hdr.decoded(hdr.as_frames(np.concatenate(list(frames))) / 2 + 0.5)
-    made, _ = plan.clip.request.made_anew(plan.clip, plan.clip.geometry(session.config))
+    made, _ = plan.clip.request.remade(plan.clip, plan.clip.geometry(session.config))
     assert plan.clip.fps == 30 and found.shape == light.shape and made == range(1, 9)
     kept = [i for i in range(17) if i not in made]
     # Codes of 16 bits: 2e-4 of light in the logarithm's part, less than a half float's step.
