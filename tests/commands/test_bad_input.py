@@ -62,7 +62,7 @@ def main_file(model):
     ("two-stage --num-frames 0", "the nearest are 1 and 9 frames"),
     ("two-stage --steps 0", "--steps: 0, expected 1 to 10000"),
     ("two-stage --steps many", "--steps: 'many', expected a whole number"),
-    ("two-stage --seed -1", "--seed: -1"), ("two-stage --fps fast", "--fps: 'fast'"),
+    ("two-stage --seed -2", "--seed: -2"), ("two-stage --fps fast", "--fps: 'fast'"),
     ("two-stage --image cat.png:0.8", "expected FILE[:FRAME[:STRENGTH]]"),
     ("two-stage --stg-blocks 3", "block 3, but the model has blocks 0 to 2"),
     ("two-stage --weights-dtype float8 --dtype float32", "weights go with --dtype bfloat16"),
