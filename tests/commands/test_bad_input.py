@@ -120,7 +120,7 @@ def test_durations_that_are_none():
 
 def test_names_that_nobody_knows(refused, tmp_path):
     assert "is not named *.mp4" in refused(output=tmp_path / "out.avi")
-    for name in ("out.png", "out.jpg", "out.webp"):
+    for name in ("out.png", "out.jpg"):
         said = refused(output=tmp_path / name)
         assert (
             "is one picture; add --num-frames 1, name it first or last, or number the frames"

@@ -13,7 +13,7 @@ def test_a_stopped_run_says_how_it_goes_on(made, tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(segments, name, lambda *_: {})
     folder = tmp_path / "clip.mp4.segments"
     parts = [SimpleNamespace(path=folder / f"{i:04d}.mov") for i in range(3)]
-    plan = SimpleNamespace(request=SimpleNamespace(parts=parts, in_segments=True))
+    plan = SimpleNamespace(clip=SimpleNamespace(parts=parts, segments=parts))
     with pytest.raises(KeyboardInterrupt), segments.claimed(None, plan, folder):
         for part in parts[:made]:
             part.path.touch()
