@@ -185,7 +185,7 @@ def check_streams(paths: Sequence[Path], has_video: bool, has_sound: bool) -> No
     elif others and not has_video:
         wrong = f"{others[0]} is no sound file, and this pipeline makes sound alone; name it *.wav"
     elif sounds and not has_sound:
-        wrong = f"{sounds[0]} is a sound file, and no sound is made; leave out --no-audio"
+        wrong = f"{sounds[0]} is a sound file, and this clip has no sound; leave the file out"
     else:
         return
     raise InputError(f"--output: {wrong}")

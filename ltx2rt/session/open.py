@@ -140,7 +140,8 @@ def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ
     """The options with the mesh of this launch, and with the number of its devices only if no flag
     names a mesh. Raises InputError where flags contradict each other, the launch or the backend."""
     factory = get_factory(options.backend)
-    if reason := factory.why_not_attend(options.attention):
+    # on a CPU no kernel would help: the device itself refuses it
+    if options.device != "cpu" and (reason := factory.why_not_attend(options.attention)):
         raise InputError(f"--attention {options.attention}: {reason}")
     launched = factory.rank_and_size(environment)[1] if factory.process_per_device else 1
     mesh = options.on_mesh(launched)

@@ -207,7 +207,7 @@ class DiffusionFrames(Frames):
         return {self.noise.prefix + STREAM: (self.num_videos, 3, *self._pixels(config_of(model)))}
 
     def begin(self, model: ModelConfig, state: State) -> None:
-        """Draw the first tiles' noise while other stages run: 5 s of eight cores for 1920x1088."""
+        """Draw the first tiles' noise while other stages run: seconds of all cores for 1920x1088."""
         self._begin(config_of(model), state, 0, self.tiling.frames[0])
 
     def _begin(self, config: DiffusionDecoderConfig, state: State, number: int, t: Span) -> None:

@@ -194,7 +194,8 @@ def _of_musubi(path: Path) -> Path:
             "pass each by itself, and train with --data CACHE CACHE"
         )
     note(f"{path}: {found[0]} is read; its other settings are not, such as sizes: see --buckets")
-    return path.parent / found[0]
+    beside = path.parent / found[0]
+    return beside if beside.exists() else Path(found[0])
 
 
 def is_hidden(path: Path) -> bool:
