@@ -256,8 +256,10 @@ def read_exr(path: Path, flag: str = "--image") -> np.ndarray:
                 raise ValueError(f"{width}x{height} pixels are too many")
             pixels = _pixels(next(found.decode(video=0)))
     except (OSError, ValueError, IndexError, StopIteration, av.error.FFmpegError) as error:
-        advice = "save it as scan lines of half floats, in ZIP"
-        raise InputError(f"{flag}: {path} is no readable EXR image ({error}); {advice}") from error
+        raise InputError(
+            f"{flag}: {path} is no readable EXR image ({error}); save it as scan lines of half "
+            "floats, in ZIP"
+        ) from error
     if not np.isfinite(pixels).all():
         raise InputError(f"{flag}: {path} holds NaN or infinite values; mend it")
     return pixels

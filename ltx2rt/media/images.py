@@ -126,13 +126,14 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
     except InputError:
         raise
     except ImportError as error:
-        how = "in the clone: pip install '.[heic]', or save the image as JPEG"
         raise InputError(
-            f"{flag}: {path} is HEIC, which the package pillow-heif reads; {how}"
+            f"{flag}: {path} is HEIC, which the package pillow-heif reads; in the clone: pip "
+            "install '.[heic]', or save the image as JPEG"
         ) from error
     except MemoryError as error:
-        lacking = f"needs more memory for {size} pixels than is free"
-        raise InputError(f"{flag}: {path} {lacking}; make it smaller") from error
+        raise InputError(
+            f"{flag}: {path} needs more memory for {size} pixels than is free; make it smaller"
+        ) from error
     except ImageCms.PyCMSError as error:
         wrong = f"has an ICC profile that cannot be applied ({error})"
         raise InputError(f"{flag}: {path} {wrong}; remove it") from error
@@ -212,8 +213,10 @@ def levels(array: Any, name: str = "image") -> np.ndarray:
     if pixels.ndim != 3 or not 0 < pixels.shape[-1] <= 4 or not pixels.size:
         raise InputError(f"{name}: an array of shape {list(pixels.shape)}, expected [H, W, 3]")
     if not (pixels.min() >= 0 and pixels.max() <= most):
-        found = f"{pixels.min():g} to {pixels.max():g}"
-        raise InputError(f"{name}: {pixels.dtype} values from {found}, expected 0 to {most}")
+        raise InputError(
+            f"{name}: {pixels.dtype} values from {pixels.min():g} to {pixels.max():g}, "
+            f"expected 0 to {most}"
+        )
     pixels = np.rint(pixels * (255 / most)).astype(np.uint8)
     return pixels[..., :3] if pixels.shape[-1] > 2 else np.repeat(pixels[..., :1], 3, -1)
 

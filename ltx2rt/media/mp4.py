@@ -428,8 +428,9 @@ def fit_audio(
         given = waveform.blocks() if isinstance(waveform, Sound) else [waveform]
         for block in fitted_blocks(given, size):
             if not np.isfinite(block).all():
-                wrong = "holds NaN or infinite samples; the audio decoder went wrong"
-                raise ValueError(f"waveform: {wrong}")
+                raise ValueError(
+                    "waveform: holds NaN or infinite samples; the audio decoder went wrong"
+                )
             yield block.clip(-1, 1).astype(np.float32)
 
     return Sound(size, blocks)

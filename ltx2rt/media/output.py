@@ -131,8 +131,9 @@ def _require_no_frames(path: Path) -> None:
 
 
 def _would_mix(found: Path) -> InputError:
-    what_to_do = "choose an empty folder, so that frames do not mix"
-    return InputError(f"--output: {found} is there already; {what_to_do}")
+    return InputError(
+        f"--output: {found} is there already; choose an empty folder, so that frames do not mix"
+    )
 
 
 def check_hdr(path: Path, transfer: str | None) -> None:
@@ -176,8 +177,10 @@ def check_encoders(path: Path, transfer: str | None = None) -> None:
 def check_streams(paths: Sequence[Path], has_video: bool, has_sound: bool) -> None:
     """Refuse only sound files for a video, and anything else for only sound. Raises InputError."""
     if paths and not has_video and not has_sound:
-        said = "but this pipeline makes only latents; give --latents-out instead"
-        raise InputError(f"--output: {paths[0]}, {said}")
+        raise InputError(
+            f"--output: {paths[0]}, but this pipeline makes only latents; give --latents-out "
+            "instead"
+        )
     sounds = [path for path in paths if is_sound(path)]
     others = [path for path in paths if path not in sounds]
     if sounds and has_video and not others:

@@ -246,5 +246,7 @@ def _algorithm(private: Any, key: Path) -> str:
     for kind, name in names.items():
         if kind == curve or kind in type(private).__name__.lower():
             return name
-    known = "Ed25519, RSA or ECDSA on P-256, P-384, P-521"
-    raise InputError(f"--sign: {key} is of a kind that C2PA does not use; expected {known}")
+    raise InputError(
+        f"--sign: {key} is of a kind that C2PA does not use; expected Ed25519, RSA or ECDSA on "
+        "P-256, P-384, P-521"
+    )

@@ -227,8 +227,9 @@ class _Track:
             if self.skip < 0:
                 yield from self._wanted(np.zeros((self.channels, -self.skip), np.float32))
         if form != self.form:
-            change = f"its sound changes from {self.form} to {form}"
-            raise InputError(f"{self.path}: {change}; save it again as WAV")
+            raise InputError(
+                f"{self.path}: its sound changes from {self.form} to {form}; save it again as WAV"
+            )
         yield from self.silence(self._late_s(frame))
         samples = _numbers(frame, self.skip - self.position, self.stop - self.position)
         if len(samples) > self.channels:
@@ -236,9 +237,10 @@ class _Track:
         if not np.isfinite(samples).all():
             raise InputError(f"{self.path}: its sound holds NaN or infinite samples; save it again")
         if samples.size and (peak := np.abs(samples).max()) > LOUDEST:
-            advice = "divide them by their full scale, which is 32768 for numbers of 16 bits"
-            reach = f"its samples reach {peak:.3g}, expected -1 to 1"
-            raise InputError(f"{self.path}: {reach}; {advice}")
+            raise InputError(
+                f"{self.path}: its samples reach {peak:.3g}, expected -1 to 1; divide them by "
+                "their full scale, which is 32768 for numbers of 16 bits"
+            )
         self.position += frame.samples
         self.longest = max(self.longest, frame.samples)
         yield from self._wanted(samples)
@@ -262,8 +264,10 @@ class _Track:
         kind = frame.format.name.removesuffix("p")
         if kind not in LEVELS:
             known = ", ".join(LEVELS)
-            said = f"its samples are {kind}, known: {known}"
-            raise InputError(f"{self.path}: {said}; save it again in 16, 24 or 32 bits")
+            raise InputError(
+                f"{self.path}: its samples are {kind}, known: {known}; save it again in 16, 24 "
+                "or 32 bits"
+            )
         check_rate(self.path, frame.sample_rate)
         self.form, self.rate = form, frame.sample_rate
         self.channels = min(frame.layout.nb_channels, 2)
@@ -297,8 +301,10 @@ class _Track:
         unread_s, self.unread_s = self.unread_s, 0.0
         late_s = unread_s if frame.time is None else frame.time - self.ends_s
         if late_s < -SYNC_S:
-            where = f"at {self.ends_s:.4g} s the times of its sound go back by {-late_s:.3g} s"
-            raise InputError(f"{self.path}: {where}; copy it again, or save it again as WAV")
+            raise InputError(
+                f"{self.path}: at {self.ends_s:.4g} s the times of its sound go back by "
+                f"{-late_s:.3g} s; copy it again, or save it again as WAV"
+            )
         if abs(late_s - unread_s) < SYNC_S:  # a container rounds times, and not lengths
             return unread_s
         return late_s if late_s > SYNC_S else 0.0
@@ -316,8 +322,10 @@ class _Track:
             yield f"{lost_s:.3g} s of its sound {how} {where}; silence is put there"
         late_s = 2 * self.longest / self.rate  # a codec adds a frame or less
         if self.position < self.stop and self.promised_s - self.ends_s > late_s:
-            says = f"its header says {self.promised_s:.4g} s; if it is cut, copy it again"
-            yield f"its sound ends at {self.ends_s:.4g} s, {says}"
+            yield (
+                f"its sound ends at {self.ends_s:.4g} s, its header says {self.promised_s:.4g} "
+                "s; if it is cut, copy it again"
+            )
 
 
 def _promised_s(path: Path, container: Any, stream: Any) -> float:
@@ -354,8 +362,9 @@ def _numbers(frame: Any, start: int, stop: int) -> np.ndarray:
 def check_rate(where: Path, rate: int) -> None:
     """Raises InputError."""
     if not MIN_RATE <= rate <= MAX_RATE:
-        expected = f"expected {MIN_RATE} to {MAX_RATE}"
-        raise InputError(f"{where}: a sample rate of {rate} Hz, {expected}; resample it")
+        raise InputError(
+            f"{where}: a sample rate of {rate} Hz, expected {MIN_RATE} to {MAX_RATE}; resample it"
+        )
 
 
 def resample(waveform: np.ndarray, rate: int, new_rate: int) -> np.ndarray:

@@ -141,8 +141,10 @@ def _eligible(streams: Sequence[Any], number: int | None, kind: str) -> list[Any
     from av.stream import Disposition
 
     if number is not None and number > len(streams):
-        tracks = f"{len(streams)} {kind} track{'s' * (len(streams) != 1)}"
-        raise InputError(f"--{kind}-track: {number}, but the file has {tracks}; name one of them")
+        raise InputError(
+            f"--{kind}-track: {number}, but the file has {len(streams)} {kind} "
+            f"track{'s' * (len(streams) != 1)}; name one of them"
+        )
     if number is not None:
         streams = streams[number - 1 : number]
     known = [s for s in streams if s.codec_context is not None]

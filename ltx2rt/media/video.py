@@ -73,8 +73,10 @@ class VideoInfo:
     def said(self, fps: Fraction | None = None) -> Iterator[str]:
         """Sentences about changes; a variable rate is resampled to its own, or to `fps`."""
         if self.varies:
-            to = f"it is resampled to {float(fps or self.fps):.5g} fps"
-            yield f"its frame rate varies around {float(self.varies):.4g} fps; {to}"
+            yield (
+                f"its frame rate varies around {float(self.varies):.4g} fps; it is resampled "
+                f"to {float(fps or self.fps):.5g} fps"
+            )
         yield from self.ignored
 
 
@@ -160,8 +162,9 @@ def _animated(path: Path, flag: str) -> Iterator[tuple[Fraction, np.ndarray]]:
                 yield time, pixels[: image.height // 2 * 2, : image.width // 2 * 2]
                 time += Fraction(max(int(frame.info.get("duration", 0)), 1), 1000)
     except Exception as error:  # Pillow's readers raise whatever a damaged file makes them do
-        wrong = f"is no readable WebP ({error})"
-        raise InputError(f"{flag}: {path} {wrong}; save it again as MP4") from error
+        raise InputError(
+            f"{flag}: {path} is no readable WebP ({error}); save it again as MP4"
+        ) from error
     yield time, none
 
 
@@ -225,8 +228,9 @@ def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any
         scan.read(container, stream, path, flag, most)
         fps, first = stream.average_rate or stream.guessed_rate, scan.first
         if first is None or not fps:
-            wrong = "has no frames, or tells no frame rate"
-            raise InputError(f"{flag}: {path} {wrong}; save it again as MP4")
+            raise InputError(
+                f"{flag}: {path} has no frames, or tells no frame rate; save it again as MP4"
+            )
         fps, ignored = Fraction(fps), [*said, *_ignored(stream, first, scan.hides)]
         sounds = [s.codec_context is not None for s in container.streams.audio]
         if sounds and not any(sounds):
@@ -281,8 +285,9 @@ class _Scan:
             for frame in packet.decode():
                 self.first = self.first or frame
                 if (frame.width, frame.height) != (self.first.width, self.first.height):
-                    change = f"changes its size at frame {len(self.times)}"
-                    raise InputError(f"{flag}: {path} {change}; cut it there")
+                    raise InputError(
+                        f"{flag}: {path} changes its size at frame {len(self.times)}; cut it there"
+                    )
                 self.times.append(None if frame.pts is None else frame.pts * frame.time_base)
                 self.length = Fraction((frame.duration or 0) * frame.time_base)
                 self.hides = self.hides or _hides(frame)
@@ -545,8 +550,10 @@ def _reading(
                 raise InputError(f"{flag}: {path} {unknown if moving(container) else none}")
             yield container, container.streams[choice.indices[0]], choice.said
     except (FFmpegError, OSError) as error:
-        wrong = f"is no readable video ({getattr(error, 'strerror', None) or error})"
-        raise InputError(f"{flag}: {path} {wrong}; save it again as MP4") from error
+        raise InputError(
+            f"{flag}: {path} is no readable video "
+            f"({getattr(error, 'strerror', None) or error}); save it again as MP4"
+        ) from error
 
 
 def _upright(frame: Any) -> tuple[int, bool]:

@@ -41,8 +41,10 @@ def pipeline(name: str) -> type[Request]:
     """Raises InputError naming the known ones."""
     known = pipelines()
     if not isinstance(name, str) or name not in known:
-        expected = f"expected one of {', '.join(known)}{hint(str(name), known)}"
-        raise InputError(f"--pipeline: {str(name)[:80]!r}, {expected}")
+        raise InputError(
+            f"--pipeline: {str(name)[:80]!r}, expected one of "
+            f"{', '.join(known)}{hint(str(name), known)}"
+        )
     return known[name]
 
 
@@ -94,8 +96,10 @@ def readers(field: str) -> list[str]:
 def unread(name: str, flag: str, field: str) -> InputError:
     """The refusal of a flag that the pipeline does not read."""
     if (name, field) == ("a2v", CLIP):
-        said = "--audio-path makes new pictures for a sound and takes no clip"
-        return InputError(f"{flag}: {said}; leave one of the two out")
+        return InputError(
+            f"{flag}: --audio-path makes new pictures for a sound and takes no clip; leave one "
+            "of the two out"
+        )
     able = readers(field)
     others = f", or choose --pipeline {' or '.join(able)}" if len(able) < 5 else ""
     return InputError(f"{flag}: the {name} pipeline does not read it; leave it out{others}")

@@ -108,9 +108,9 @@ class DFR(Request):
         super().check()
         rounds = self.temporal_upsample_rounds
         if (fps := self.fps * 2**rounds) > MAX_FPS:
-            found = f"{float(self.fps):g} fps become {float(fps):g}"
             raise InputError(
-                f"--temporal-upsample-rounds: {rounds}, {found}, expected at most {MAX_FPS}"
+                f"--temporal-upsample-rounds: {rounds}, {float(self.fps):g} fps become "
+                f"{float(fps):g}, expected at most {MAX_FPS}"
             )
         if self.num_videos > 1:
             raise InputError(

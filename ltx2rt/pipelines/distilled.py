@@ -37,8 +37,10 @@ class Distilled(Request):
 
     def into(self, draft: Draft, model: ModelConfig) -> None:
         if self.stage2_sampler not in (known := model.release.samplers):
-            said = f"{self.stage2_sampler}, but LTX-{model.release.name} takes {', '.join(known)}"
-            raise InputError(f"--stage2-sampler: {said}")
+            raise InputError(
+                f"--stage2-sampler: {self.stage2_sampler}, but LTX-{model.release.name} takes "
+                f"{', '.join(known)}"
+            )
 
     def stages(
         self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras

@@ -128,7 +128,7 @@ def require_known(what: str, name: str, settings: Mapping[str, Any]) -> None:
     """Refuse settings of earlier releases that have no right reading. Raises InputError."""
     for field, value in settings.items():
         if field in GONE and field not in _read(name):
-            text = f"{field}={str(value)[:40]}, which is gone"
             raise InputError(
-                f"{what} was made by version {GONE[field].release} or before with {text}"
+                f"{what} was made by version {GONE[field].release} or before with "
+                f"{field}={str(value)[:40]}, which is gone"
             )

@@ -130,8 +130,10 @@ class Extend(Request):
             size = replace(self[FileSize], width=width, height=height)
             other = size.sized(read_clip(self.join, "--join"))
             if other.info.fps != info.fps:
-                found = f"{float(other.info.fps):g} fps, expected {float(info.fps):g}"
-                raise InputError(f"--join: {self.join} has {found} as {self.video_path} has")
+                raise InputError(
+                    f"--join: {self.join} has {float(other.info.fps):g} fps, expected "
+                    f"{float(info.fps):g} as {self.video_path} has"
+                )
         clips = self.clips(source, other)
         for clip in clips:
             if clip and clip.info.num_frames < self.overlap:

@@ -80,8 +80,10 @@ class Inpaint(Request):
         if clip.cells is None:
             return
         made, step, unit = int(clip.cells.sum()), model.video_vae.time_factor, 32
-        cells = f"{made} of {clip.cells.size} cells of {unit}x{unit} pixels and {step} frames"
-        yield f"white is made anew: {cells}"
+        yield (
+            f"white is made anew: {made} of {clip.cells.size} cells of {unit}x{unit} pixels "
+            f"and {step} frames"
+        )
         if made == clip.cells.size:
             yield "nothing of the clip is kept but its sound; --pipeline v2v keeps a share of it"
 

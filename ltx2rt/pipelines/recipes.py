@@ -187,8 +187,9 @@ def _of_clip(
         if skipped or value in EMPTY or field in hidden:
             continue
         if field not in known:
-            stated = f"{field[:80]}={str(value)[:80]!r}"
-            raise InputError(f"--like: {path} has {stated}, which this version lacks")
+            raise InputError(
+                f"--like: {path} has {field[:80]}={str(value)[:80]!r}, which this version lacks"
+            )
         unread = asked and field not in flagged(*types, pipeline(asked))
         found[field] = value if unread else _restored(path, known[field], value)
     if pipeline(name).has(SourceClip) and not Path(found.get("video_path", "")).is_dir():
@@ -230,8 +231,10 @@ def _file(clip: Path, f: Field, stated: Any) -> Path:
     flag = spelling(f)
     name = "" if mismatch(stated, {"name": str, "digest?": str}) else stated["name"]
     if not name or PLAIN.fullmatch(name) is None:
-        wrong = f"names a file of {flag} in a way that ltx2rt does not write"
-        raise InputError(f"--like: {clip} {wrong}; give the flag")
+        raise InputError(
+            f"--like: {clip} names a file of {flag} in a way that ltx2rt does not write; give "
+            "the flag"
+        )
     folder = f.metadata["flag"].file in ("folder", "video")  # a Gemma, numbered pictures
     for path in (clip.parent / name, Path(name)):
         there = path.is_file() or (folder and path.is_dir())

@@ -358,6 +358,8 @@ def distilled_lora(
     except InputError as error:
         if takes == "optional" and known:
             where = checkpoint.source("transformer").where
-            needs = f"{where} is dev ({known.how}), and the distilled steps of {request.name} need"
-            raise InputError(f"{error} ({needs} it; --assume distilled overrules that)") from error
+            raise InputError(
+                f"{error} ({where} is dev ({known.how}), and the distilled steps of "
+                f"{request.name} need it; --assume distilled overrules that)"
+            ) from error
         raise

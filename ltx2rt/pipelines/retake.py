@@ -119,9 +119,9 @@ class Retake(Request):
     def completed(self, clip: Clip, model: ModelConfig) -> Clip:
         for m, mask in self.masks(clip, clip.geometry(model)).items():
             if not mask.any():
-                where = f"--start-time: {self.start_time:g} s"
                 raise InputError(
-                    f"{where} is after the last {m} token of {self.video_path}; start earlier"
+                    f"--start-time: {self.start_time:g} s is after the last {m} token of "
+                    f"{self.video_path}; start earlier"
                 )
         return clip
 
@@ -168,8 +168,10 @@ class Retake(Request):
         parts += ["all of the sound"] if clip.audio and self.sound == "new" else []
         yield f"regenerated: {', '.join(parts)}"
         if window := clip.given.window:
-            seen = f"frames {window.start} to {window.stop - 1} of {clip.num_frames}"
-            yield f"the model sees {seen}; all others are the file's own"
+            yield (
+                f"the model sees frames {window.start} to {window.stop - 1} of "
+                f"{clip.num_frames}; all others are the file's own"
+            )
         yield from super().remarks(clip, model)
 
     def stages(

@@ -65,8 +65,10 @@ class Enlarged(ReferenceClip):
         if larger > 1:
             return fields | {"larger": larger}
         if FACTORS[0] in TensorFile(path).metadata:
-            wrong = f"has {FACTORS[0]} 1 in its header: it makes nothing larger"
-            raise InputError(f"--lora: {path} {wrong}; pass a pixel spatial upscaler")
+            raise InputError(
+                f"--lora: {path} has {FACTORS[0]} 1 in its header: it makes nothing larger; "
+                "pass a pixel spatial upscaler"
+            )
         return fields
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:

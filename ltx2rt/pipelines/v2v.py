@@ -68,8 +68,10 @@ class VideoToVideo(Request):
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         steps = len(clip.schedule) - 1
         left = len(from_level(clip.schedule, self.noise_level)) - 1
-        from_there = f"{left} of {steps} steps from noise level {self.noise_level:g} on"
-        yield f"{from_there}, a strength of {left / steps:.2g} in diffusers"
+        yield (
+            f"{left} of {steps} steps from noise level {self.noise_level:g} on, a strength of "
+            f"{left / steps:.2g} in diffusers"
+        )
         yield from super().remarks(clip, model)
         if self.sound == "new":
             yield f"sound is made first, in {steps} steps, for the file's own pictures"

@@ -176,8 +176,10 @@ class Files(Marks):
         for (flag, path), clip in product(named, clips):
             beside = path != clip and path.parent.resolve() == clip.parent.resolve()
             if beside and is_part(clip, path.name):
-                what = f"a frame or the sound of --output {clip}"
-                raise InputError(f"{flag}: {path} would be {what}; choose another name")
+                raise InputError(
+                    f"{flag}: {path} would be a frame or the sound of --output {clip}; choose "
+                    "another name"
+                )
 
     def announce(self, seeds: Sequence[int]) -> None:
         """Say on stderr which files a run will replace."""

@@ -179,8 +179,10 @@ def checked(session: Session, found: Resolved) -> Plan:
     draws = [draw for stage in stages for draw in stage.draws(session.config).items()]
     _check_noise(clip.noise.file, draws, made_of(clip))
     trained = [line for lora in loras.user for line in remarks(lora.path, session.checkpoint)]
-    left = "a distilled LoRA, left out: distilled weights are those with it merged"
-    trained += [f"{lora.path}: {left}" for lora in loras.idle]
+    trained += [
+        f"{lora.path}: a distilled LoRA, left out: distilled weights are those with it merged"
+        for lora in loras.idle
+    ]
     trained += [stage.remark for stage in stages if isinstance(stage, Frames) and stage.remark]
     trained += _guided(clip, stages)
     said = _decided(session, clip.request, loras.distilled, stages)
@@ -193,8 +195,10 @@ def _guided(clip: Clip, stages: Sequence[Stage]) -> Iterator[str]:
         counts = {s.name: str(len(s.sigmas) - 1) for s in stages if isinstance(s, Denoise)}
         scales = zip(MODALITIES, clip.guiding.guidance[:, 0], strict=True)
         cfg = " and ".join(f"{scale:g} for {stream}" for stream, scale in scales if scale != 1)
-        steps = f"{' + '.join(counts.values())} steps"
-        yield f"{clip.request.name}: {steps}, guided in the first, CFG {cfg or 'off'}"
+        yield (
+            f"{clip.request.name}: {' + '.join(counts.values())} steps, guided in the first, "
+            f"CFG {cfg or 'off'}"
+        )
 
 
 def _decided(
@@ -210,8 +214,10 @@ def _decided(
         return ""
     if known and known.kind == "distilled":
         counts = {s.name: str(len(s.sigmas) - 1) for s in stages if isinstance(s, Denoise)}
-        steps = f"{' + '.join(counts.values())} steps, unguided"
-        return f"distilled weights ({known.how}): pipeline {request.name}, {steps}"
+        return (
+            f"distilled weights ({known.how}): pipeline {request.name}, "
+            f"{' + '.join(counts.values())} steps, unguided"
+        )
     how, advice = "no distilled LoRA is merged", "dev weights need --distilled-lora FILE"
     if lora:
         how = f"the distilled LoRA is merged at {lora.strength}"

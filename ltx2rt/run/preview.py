@@ -135,8 +135,9 @@ def previewing(
         return
     try:
         if not any(isinstance(one, Denoise) and "video" in one.made for one in plan.stages):
-            said = f"the {name} pipeline makes no new picture here; leave it out"
-            raise InputError(f"--preview: {said}")
+            raise InputError(
+                f"--preview: the {name} pipeline makes no new picture here; leave it out"
+            )
         projection = fitted(session)
     except InputError:
         if to:
@@ -149,8 +150,11 @@ def previewing(
     path = to or free_name(beside or Path(name))
     preview = Preview(path, plan.clip.clip_fps / session.config.video_vae.time_factor, once)
     if once and session.backend.is_main:
-        more = "removed in the end; --preview FILE keeps one, --preview none makes none"
-        note(f"preview: {path} ({more})", prefix="")
+        note(
+            f"preview: {path} (removed in the end; --preview FILE keeps one, --preview none "
+            "makes none)",
+            prefix="",
+        )
     try:
         yield looking(session, projection, preview.show)
     finally:

@@ -70,8 +70,10 @@ class Run:
             self.folder = folder if steps else None
             if folder and self.is_main:
                 if (held := hold(folder)) is None:
-                    text = f"--output: another run is writing {output or folder}"
-                    raise InputError(f"{text}; wait for it, or choose another name")
+                    raise InputError(
+                        f"--output: another run is writing {output or folder}; wait for it, or "
+                        "choose another name"
+                    )
                 during.enter_context(held)
                 claim = claimed(self.session, self.plan, folder, own)
                 self.claim = partial(during.enter_context, claim)

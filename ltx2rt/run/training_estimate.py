@@ -158,11 +158,13 @@ def to_text(found: StepEstimate) -> str:
     remat = WORDS[step.remat]
     count = step.batch * mesh.get("data", 1)
     memory_gb = min(kind.memory_bytes / 1e9, step.session.options.max_memory or math.inf)
-    clips = f"{count} clip{'s' * (count > 1)} of {width}x{height}x{frames}"
     lines = [
-        f"training step of {clips} ({' and '.join(step.streams)}), LoRA of rank {step.rank}, "
-        f"{step.session.dtype}, {remat}, on {found.devices} x {kind.name} ({in_words(mesh)}, profile "
-        f"{step.session.placement.profile.name}); per device, estimated:",
+        (
+            f"training step of {count} clip{'s' * (count > 1)} of {width}x{height}x{frames} "
+            f"({' and '.join(step.streams)}), LoRA of rank {step.rank}, {step.session.dtype}, "
+            f"{remat}, on {found.devices} x {kind.name} ({in_words(mesh)}, profile "
+            f"{step.session.placement.profile.name}); per device, estimated:"
+        ),
         "",
         f"trained      {groups}",
         f"weights      {m.frozen / 1e9:.2f} GB{_moved(found)}",

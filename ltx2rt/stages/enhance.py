@@ -242,8 +242,10 @@ def load(folder: Path, dtype: str, on_gpu: bool) -> Any:
         if not any(unused in name for unused in ("vision", "multi_modal", "audio"))
     ):
         family = "Gemma 3" if kind in GEMMA3 else "Gemma 4"
-        lacking = f"{family} lacks {len(missing)} tensors, first {missing[0]}"
-        raise InputError(f"{folder}: {lacking}; download it again")
+        raise InputError(
+            f"{folder}: {family} lacks {len(missing)} tensors, first {missing[0]}; download it "
+            "again"
+        )
     return model.eval().requires_grad_(False)
 
 

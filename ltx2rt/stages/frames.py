@@ -193,8 +193,13 @@ class DiffusionFrames(Frames):
         if self.other is None:
             return stage
         gigabytes = session.costs([stage])[0].peak_bytes / 1e9
-        said = f"the diffusion decoder needs {gigabytes:.3g} GB, which {device.name} has not"
-        return replace(self.other, remark=f"decode: by the convolutional decoder, as {said}")
+        return replace(
+            self.other,
+            remark=(
+                "decode: by the convolutional decoder, as the diffusion decoder needs "
+                f"{gigabytes:.3g} GB, which {device.name} has not"
+            ),
+        )
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         config = config_of(model)

@@ -69,8 +69,10 @@ class SourceVideo(Stage):
         file, count = self.footage, self.footage.info.num_frames
         short = count - self.start <= self.num_frames - self.geometry.time_factor
         if short and not is_still(file.path):
-            found = f"{file.path} has {count} frames, {self.num_frames} are read"
-            raise InputError(f"{file.flag}: {found}; pass a longer one")
+            raise InputError(
+                f"{file.flag}: {file.path} has {count} frames, {self.num_frames} are read; "
+                "pass a longer one"
+            )
         over = count - self.num_frames
         if over > 0 and not self.inset and not file.window:
             say(session, [f"{file.path}: the last {over} of its {count} frames are left out"])

@@ -34,8 +34,10 @@ class Text(Stage):
             check_vocabulary(tokenizer, session.config.gemma.vocab_size)
         for name, prompt in zip(PROMPTS[: len(self.prompts)], self.prompts, strict=True):
             if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS:
-                read = f"the model reads the first {PROMPT_TOKENS}"
-                say(session, [f"the {name} has {count} tokens, {read}"])
+                say(
+                    session,
+                    [f"the {name} has {count} tokens, the model reads the first {PROMPT_TOKENS}"],
+                )
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         """Contexts of prompts that the session has encoded before are its own."""

@@ -158,8 +158,10 @@ def read_clips(
         rows = enumerate(_rows(path), 1)
         made = [(f"row {i}", partial(_row, path, row, COLUMNS | names)) for i, row in rows]
     elif names:
-        said = f"{path} is a folder with captions in NAME.txt"
-        raise InputError(f"--{next(iter(names))}-column: {said}; leave it out")
+        raise InputError(
+            f"--{next(iter(names))}-column: {path} is a folder with captions in NAME.txt; "
+            "leave it out"
+        )
     else:
         made = [(str(f.relative_to(path)), partial(_clip, path, f, more)) for f, more in found]
     if not made:
@@ -261,8 +263,10 @@ def _rows(path: Path) -> list[Mapping[str, Any]]:
         rows = ((k, row if isinstance(row, dict) else {"caption": row}) for k, row in found.items())
         return [{"video": name} | row for name, row in rows]
     except (ValueError, csv.Error) as error:
-        advice = "expected a CSV, JSON or JSONL table of clips, with the columns video and caption"
-        raise InputError(f"{path} cannot be read: {error}; {advice}") from None
+        raise InputError(
+            f"{path} cannot be read: {error}; expected a CSV, JSON or JSONL table of clips, "
+            "with the columns video and caption"
+        ) from None
 
 
 def _row(path: Path, row: Mapping[str, Any], columns: Mapping[str, Sequence[str]]) -> CaptionedClip:

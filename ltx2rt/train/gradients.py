@@ -61,8 +61,10 @@ def read_init(
     for module, (down, up) in read_factors(lora, session.checkpoint.source("transformer")).items():
         names = [f"{module}{MARK}{half}.weight" for half in "AB"]
         if names[0] not in shapes:
-            said = f"{path} changes {module}, which --targets leave out"
-            raise InputError(f"--init: {said}; add its group, or begin without it")
+            raise InputError(
+                f"--init: {path} changes {module}, which --targets leave out; add its group, "
+                "or begin without it"
+            )
         rank = shapes[names[0]][0]
         if len(down) > rank:
             raise InputError(

@@ -130,8 +130,10 @@ def read_manifest(cache: Path, base: str) -> tuple[dict[str, Any], list[Sample]]
     for sample in samples:
         path = sample_path(cache, sample.sample)
         if lacking := set(sample.streams) - _names(path):
-            said = f"{path} of {sample.name} has no {min(lacking)}, which {MANIFEST} lists"
-            raise InputError(f"--data: {said}; remove it and {AGAIN}")
+            raise InputError(
+                f"--data: {path} of {sample.name} has no {min(lacking)}, which {MANIFEST} "
+                f"lists; remove it and {AGAIN}"
+            )
     for key in {head["empty"], *(sample.context for sample in samples)}:
         _names(context_path(cache, key))
     return head, samples

@@ -191,8 +191,10 @@ def _pieces(
     bucket = bucket_of((facts.width, facts.height, total), buckets)
     if bucket is None:
         frames, rest = (total - 1) // 8 * 8 + 1, min(b.frames for b in buckets)
-        advice = f"leave the clip out, or add a bucket of at most {frames} frames to --buckets"
-        raise InputError(f"{total} frames, the shortest bucket has {rest}; {advice}")
+        raise InputError(
+            f"{total} frames, the shortest bucket has {rest}; leave the clip out, or add a "
+            f"bucket of at most {frames} frames to --buckets"
+        )
     sound = None
     if request.audio != "none" and len(facts.times_s) > 1:
         sound = clip.audio or (clip.video if facts.has_sound else None)
@@ -245,8 +247,10 @@ def _with_reference(piece: ClipPiece, request: PrepareRequest, aspect: float) ->
             "clip; crop one of both"
         )
     if 1 < count <= piece.frames[-1]:
-        said = f"its reference has {count} frames, the clip needs {piece.frames[-1] + 1}"
-        raise InputError(f"{said}; pass a longer one")
+        raise InputError(
+            f"its reference has {count} frames, the clip needs {piece.frames[-1] + 1}; pass a "
+            "longer one"
+        )
     stride = request.reference_temporal_scale
     size = piece.bucket.reference(request.reference_downscale, stride)
     return replace(piece, reference=replace(size, frames=1) if count == 1 else size, stride=stride)

@@ -203,8 +203,10 @@ def _sound(path: Path, config: ModelConfig) -> np.ndarray:
 def _fitted(sound: np.ndarray, count: int, path: Path | None) -> np.ndarray:
     """Sound of a clip, at most one latent longer or shorter than it: rounding differs."""
     if abs(sound.shape[1] - count) > 1:
-        said = f"{sound.shape[1]} latents of sound, the clip has {count}"
-        raise InputError(f"{path}: {said}; compute both from the same clip")
+        raise InputError(
+            f"{path}: {sound.shape[1]} latents of sound, the clip has {count}; compute both "
+            "from the same clip"
+        )
     return np.concatenate([sound, sound[:, -1:]], axis=1)[:, :count]
 
 

@@ -158,8 +158,10 @@ def _prepare_computed(
     left = marked("computed", PrepareRequest)  # to choose where data is encoded already
     given = (f.name for f in fields(request) if getattr(request, f.name) != f.default)
     if more := next((name for name in given if name not in left), None):
-        advice = "leave it out, or pass the clips themselves"
-        raise InputError(f"--{more.replace('_', '-')}: {folder} is encoded already; {advice}")
+        raise InputError(
+            f"--{more.replace('_', '-')}: {folder} is encoded already; leave it out, or pass "
+            "the clips themselves"
+        )
     clips = precomputed.read_folder(folder)
     precomputed.latents(clips[0], session.config)  # before anything is written
     precomputed.text_features(clips[0].text, session.config)
@@ -271,8 +273,10 @@ def _make_folders(request: PrepareRequest) -> None:
         raise InputError(f"--output: {output} is a file, expected a folder; choose another name")
     names = {p.name for p in output.iterdir() if not is_hidden(p)} if output.exists() else set()
     if names and not names & {MANIFEST, SAMPLES}:
-        said = f"{output} holds other files, expected a new folder or a cache"
-        raise InputError(f"--output: {said}; choose another name")
+        raise InputError(
+            f"--output: {output} holds other files, expected a new folder or a cache; choose "
+            "another name"
+        )
     try:
         for folder in (output, output / SAMPLES, output / CONTEXTS):
             folder.mkdir(parents=True, exist_ok=True)

@@ -118,8 +118,10 @@ def targeted(words: Sequence[str], known: Collection[str], blocks: int = 1) -> l
         if word in GROUPS:
             own = [name for name in known if name.partition(".*.")[2] in GROUPS[word]]
             if not own:
-                said = f"{word} is not part of this training"
-                raise InputError(f"--targets: {said}; leave it out, or choose another --mode")
+                raise InputError(
+                    f"--targets: {word} is not part of this training; leave it out, or choose "
+                    "another --mode"
+                )
         else:
             own = _matching(word, known, blocks)
         found += [name for name in own if name not in found]
@@ -133,9 +135,11 @@ def _matching(word: str, known: Collection[str], blocks: int) -> list[str]:
     for name in known:
         hits = [bool(pattern.search(name.replace("*", str(i)))) for i in range(blocks)]
         if any(hits) and not all(hits):
-            said = f"{word!r} matches {name.replace('*', 'N')} in {sum(hits)} of {blocks} blocks"
-            advice = r"all blocks are trained alike, so match any number: blocks\.\d+\."
-            raise InputError(f"--targets: {said}; {advice}")
+            raise InputError(
+                f"--targets: {word!r} matches {name.replace('*', 'N')} in {sum(hits)} of "
+                f"{blocks} blocks; all blocks are trained alike, so match any number: "
+                "blocks\\.\\d+\\."
+            )
         own += [name] * all(hits)
     if not own:
         raise InputError(

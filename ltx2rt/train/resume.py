@@ -117,5 +117,7 @@ def check_folder(session: Session, request: TrainRequest) -> None:
         killed = begun.is_file() and read_text(begun) == flags_text(session, request)
     lost = kept.is_symlink() and not kept.exists()  # which making the folders names
     if (loras or METRICS in names) and not killed and not lost:
-        said = f"{path} has {'LoRAs' if loras else 'metrics'} and no state to go on from"
-        raise InputError(f"--output: {said}; choose another folder")
+        raise InputError(
+            f"--output: {path} has {'LoRAs' if loras else 'metrics'} and no state to go on "
+            "from; choose another folder"
+        )

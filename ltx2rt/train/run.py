@@ -64,8 +64,10 @@ class Run:
         self.session = session
         r = request.resolved()
         if session.options.loras:
-            said = "a LoRA beside the one that is trained is not taken yet"
-            raise InputError(f"--lora: {said}; leave the flag out, or begin with it by --init")
+            raise InputError(
+                "--lora: a LoRA beside the one that is trained is not taken yet; leave the "
+                "flag out, or begin with it by --init"
+            )
         known = sign(session.checkpoint, session.options.assume)
         if known and known.kind == "distilled" and not r.allow_distilled:
             raise InputError(
@@ -319,8 +321,10 @@ def start(session: Session, request: TrainRequest) -> Run:
     frames = min(step.spanned for step in run.steps.values())
     for name, span in {"prefix": r.prefix, "suffix": r.suffix}.items():
         if span and getattr(request, name) and span[0] >= frames:
-            said = f"{span[0]} latent frames, the clips have {frames}"
-            raise InputError(f"--{name}: {said}; give fewer, so that some are generated")
+            raise InputError(
+                f"--{name}: {span[0]} latent frames, the clips have {frames}; give fewer, so "
+                "that some are generated"
+            )
     _ = run.begin
     if r.tensorboard:
         EventFiles.check()

@@ -94,8 +94,10 @@ class Samples:
         """Apply `--streams`."""
         r, trained = self.request, self.trained
         if strange := sorted(set(r.streams) - set(trained)):
-            said = f"{strange[0]}, --mode {r.mode} trains {' and '.join(trained)}"
-            raise InputError(f"--streams: {said}; leave it out, or choose another --mode")
+            raise InputError(
+                f"--streams: {strange[0]}, --mode {r.mode} trains {' and '.join(trained)}; "
+                "leave it out, or choose another --mode"
+            )
         if left := set(trained) - set(r.streams or trained):
             self.trained, self.streams = (
                 tuple(name for name in names if name not in left)
@@ -115,8 +117,10 @@ class Samples:
                     "sound, or choose --mode t2v, which then trains the picture"
                 )
             if aims != {"video"} and self.targets != self.mode.targets:
-                advice = "leave the flag out, or name groups of the picture"
-                raise InputError(f"--targets {named}: {silent}; {advice}")
+                raise InputError(
+                    f"--targets {named}: {silent}; leave the flag out, or name groups of the "
+                    "picture"
+                )
             self.streams = self.trained = ("video",)
             kept = (x for x in self.targets if x not in GROUPS or STREAM_OF[x] == "video")
             self.targets = tuple(kept)
@@ -127,8 +131,10 @@ class Samples:
                 raise InputError(f"{said}, which --mode {r.mode} trains; add audio-attn")
             say(f"{said}, so the LoRA will not change it")
         elif "audio" in self.trained and both and len(sounding) < len(items):
-            few = f"{len(items) - len(sounding)} of {len(items)} clips have no sound"
-            say(f"{few}: they train only the picture")
+            say(
+                f"{len(items) - len(sounding)} of {len(items)} clips have no sound: they train "
+                "only the picture"
+            )
 
     def _usable(self, items: list[Item], sounding: list[Item]) -> list[Item]:
         """The samples with all streams of the mode. Raises InputError if there are none, and for
@@ -138,8 +144,10 @@ class Samples:
         if "video" in self.streams:
             needed = [i for i in needed if "video" in i.sample.streams]
             if not needed:
-                said = f"no clip has a picture, --mode {self.request.mode} needs it"
-                raise InputError(f"--data: {said}; use --mode t2a")
+                raise InputError(
+                    f"--data: no clip has a picture, --mode {self.request.mode} needs it; use "
+                    "--mode t2a"
+                )
         own = ["" if "video" in self.streams else "audio_"]
         wanted = [f"{prefix}mask" for prefix in own if self.request.mask]
         own = ["", "audio_"] if self.mode.heard else own

@@ -66,8 +66,10 @@ def remove_halves(run: Path) -> None:
 def make_folders(run: Path) -> None:
     """Raises InputError where they cannot be made."""
     if (folder := run / STATES).is_symlink() and not folder.exists():
-        said = f"{folder} is a link to {os.readlink(folder)}, which does not exist"
-        raise InputError(f"--output: {said}; mount its disk, or choose another folder")
+        raise InputError(
+            f"--output: {folder} is a link to {os.readlink(folder)}, which does not exist; "
+            "mount its disk, or choose another folder"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -151,8 +153,10 @@ def require_shapes(
 
 
 def _damaged(folder: Path, why: str) -> InputError:
-    advice = "move it away, and the same command goes on from the state before"
-    return InputError(f"{folder} is damaged ({why}); {advice}")
+    return InputError(
+        f"{folder} is damaged ({why}); move it away, and the same command goes on from the "
+        "state before"
+    )
 
 
 FORMATS = ("official", "diffusers", "kohya")
@@ -209,8 +213,10 @@ def kept_metrics(run: Path, step: int) -> list[dict[str, Any]]:
             found += [row for row in [parse(line, ROW)] if row["step"] < step]
         except ValueError as error:
             if number < len(lines):
-                advice = "move it away, and the same command goes on without it"
-                raise InputError(f"{path} is damaged (line {number}: {error}); {advice}") from None
+                raise InputError(
+                    f"{path} is damaged (line {number}: {error}); move it away, and the same "
+                    "command goes on without it"
+                ) from None
     return found
 
 
@@ -227,8 +233,9 @@ def locked(run: Path) -> Iterator[None]:
         try:
             take_lock(handle)
         except OSError:
-            said = f"another process trains in {run}; wait for it, or choose another name"
-            raise InputError(f"--output: {said}") from None
+            raise InputError(
+                f"--output: another process trains in {run}; wait for it, or choose another name"
+            ) from None
         yield
     finally:
         os.close(handle)

@@ -53,8 +53,10 @@ class Step:
 
     def __post_init__(self) -> None:
         if self.session.backend.mesh.get("guidance", 1) > 1:
-            said = "a training step has no guidance branches"
-            raise InputError(f"--mesh: {said}; use data, tensor, sequence or fsdp")
+            raise InputError(
+                "--mesh: a training step has no guidance branches; use data, tensor, sequence "
+                "or fsdp"
+            )
 
     @cached_property
     def tables(self) -> dict[str, np.ndarray]:

@@ -70,8 +70,10 @@ class Tally:
         """Raises InputError where no gradient was finite for long, or a group has had none although
         its stream had data. row: the metrics of the latest step."""
         if self.broken == NOT_FINITE:
-            said = f"{self.broken} steps without a finite gradient, last of {row['samples']}"
-            raise InputError(f"step {row['step']}: {said}; lower --lr")
+            raise InputError(
+                f"step {row['step']}: {self.broken} steps without a finite gradient, last of "
+                f"{row['samples']}; lower --lr"
+            )
         if group := next((g for g, steps in self.silent.items() if steps == NO_GRADIENT), None):
             others = " ".join(name for name in self.silent if name != group)
             raise InputError(

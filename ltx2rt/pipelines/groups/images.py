@@ -234,8 +234,10 @@ class GeneratedKeyframes(Group):
             more, count = "", self.num_generated_keyframes
             if count:
                 more = f" and {count} generated keyframe{'s' if count > 1 else ''}"
-            size = f"{clip.width}x{clip.height}{more}"
-            yield f"best without guidance: {size}; dev weights ({model.release.dev}) would add it"
+            yield (
+                f"best without guidance: {clip.width}x{clip.height}{more}; dev weights "
+                f"({model.release.dev}) would add it"
+            )
 
     def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
         if name != "stage1":

@@ -109,9 +109,11 @@ class Pixels(Group):
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         height, width = clip.geometry(model).size_px
         if (width, height) != (clip.width, clip.height) and self.least > 2:
-            more = f"{100 * (width * height / (clip.width * clip.height) - 1):.0f} % more pixels"
-            made = f"made as {width}x{height} ({more}) and cut in the middle"
-            yield f"{clip.width}x{clip.height}: {made}"
+            yield (
+                f"{clip.width}x{clip.height}: made as {width}x{height} "
+                f"({100 * (width * height / (clip.width * clip.height) - 1):.0f} % more "
+                "pixels) and cut in the middle"
+            )
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,7 @@ def of_the_file(type_: type, name: str) -> Any:
     """A field that the file decides: its flag is hidden in `--help`, and refused."""
 
     def refuse(_: Any) -> Any:
-        spelled = f"--{name.replace('_', '-')}"
-        raise InputError(f"{spelled}: {DECIDES}")
+        raise InputError(f"--{name.replace('_', '-')}: {DECIDES}")
 
     return flag_like(type_, name, help=SUPPRESS, parse=refuse)
 
@@ -115,8 +114,10 @@ class SourceClip(Duration):
         height, width = geometry.size_px
         frames = pixel_frames(geometry.frames, model.video_vae.time_factor)
         if (width, height, frames) != (clip.width, clip.height, clip.seen_frames):
-            size = f"{clip.width}x{clip.height}, {clip.num_frames} frames"
-            yield f"{size}: made as {width}x{height}, {frames}, given back as it was"
+            yield (
+                f"{clip.width}x{clip.height}, {clip.num_frames} frames: made as "
+                f"{width}x{height}, {frames}, given back as it was"
+            )
         yield from (f"{self.path}: {sentence}" for sentence in source.said())
         over = source.info.sound_s - float(source.info.num_frames / source.info.fps)
         if over > 0.5:  # more than a codec adds
