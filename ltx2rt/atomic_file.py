@@ -150,8 +150,9 @@ def check_outputs(outputs: Iterable[tuple[str, Path]], inputs: Iterable[Path]) -
             raise InputError(f"{flag}: {path} is the same file as {other}; choose another name")
         where = (path.resolve(), path.parent.resolve() / path.name)
         if inside := [folder for folder in folders if any(w.is_relative_to(folder) for w in where)]:
-            read_from = f"is in {inside[0]}, which the run reads"
-            raise InputError(f"{flag}: {path} {read_from}; write it elsewhere")
+            raise InputError(
+                f"{flag}: {path} is in {inside[0]}, which the run reads; write it elsewhere"
+            )
         taken[identity] = f"{flag} {path}"
 
 
@@ -199,6 +200,7 @@ def require_space(sizes: Mapping[Path, int]) -> None:
         device = folder.stat().st_dev
         needed[device] += size
         if needed[device] > (free := shutil.disk_usage(folder).free):
-            asked = f"about {needed[device] / 1e9:.2g} GB will be written to its disk"
-            advice = f"{free / 1e9:.2g} GB are free; make room or write elsewhere"
-            raise InputError(f"{path}: {asked}, {advice}")
+            raise InputError(
+                f"{path}: about {needed[device] / 1e9:.2g} GB will be written to its disk, "
+                f"{free / 1e9:.2g} GB are free; make room or write elsewhere"
+            )

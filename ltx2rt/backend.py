@@ -374,8 +374,11 @@ class BackendFactory(Protocol):
 
     def why_not_attend(self, name: str) -> str | None:
         """Why no device of this backend can `Backend.attend_by` this name, or None."""
-        only = f"backend {self.name} has one kernel for each device"
-        return None if name == "auto" else f"{only}; leave it out"
+        return (
+            None
+            if name == "auto"
+            else f"backend {self.name} has one kernel for each device; leave it out"
+        )
 
     def profile_key(self, device: DeviceInfo) -> str:
         """The name under which `placement.profiles` knows devices like it."""
@@ -409,8 +412,10 @@ def chosen_backend(devices: Path = Path("/dev"), quiet: bool = False) -> str:
     factories = [get_factory(name) for name in backend_names()]
     installed = [f for f in factories if find_spec(f.packages[0])]
     if not installed:
-        install = "in the clone: pip install '.[cuda]', or pip install '.[tpu]'"
-        raise InputError(f"--backend: none is installed; {install}")
+        raise InputError(
+            "--backend: none is installed; in the clone: pip install '.[cuda]', or pip "
+            "install '.[tpu]'"
+        )
     here = [f for f in installed if _has_device(f, devices)]
     name = (here or installed)[0].name
     if len(here) > 1 and not quiet:

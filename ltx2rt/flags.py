@@ -377,8 +377,10 @@ def _one(f: Field, value: Any) -> Any:
         text = " ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
         raise InputError(f"{name}: {text[:80]!r}, expected {how.expects or kind}") from None
     if how.choices and found not in how.choices:
-        known = f"expected one of {', '.join(how.choices)}{hint(str(found), how.choices)}"
-        raise InputError(f"{spelling(f)}: {str(found)[:80]!r}, {known}")
+        raise InputError(
+            f"{spelling(f)}: {str(found)[:80]!r}, expected one of "
+            f"{', '.join(how.choices)}{hint(str(found), how.choices)}"
+        )
     _check_bounds(f, found)
     return found
 

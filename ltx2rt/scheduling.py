@@ -27,8 +27,10 @@ def left_out() -> frozenset[str]:
     """Raises InputError for a name that no switch has."""
     names = frozenset(filter(None, map(str.strip, os.environ.get(VARIABLE, "").split(","))))
     for name in sorted(names - SWITCHES.keys()):
-        known = f"known: {', '.join(SWITCHES)}{hint(name, SWITCHES)}"
-        raise InputError(f"{VARIABLE}: no scheduling is called {name!r}; {known}")
+        raise InputError(
+            f"{VARIABLE}: no scheduling is called {name!r}; known: "
+            f"{', '.join(SWITCHES)}{hint(name, SWITCHES)}"
+        )
     return names
 
 

@@ -104,8 +104,10 @@ class TpuBackend:
                 return jax.local_devices(backend="tpu")[0]
             except RuntimeError as error:
                 if device == "tpu":
-                    advice = "use --device cpu, or --device auto to fall back by itself"
-                    raise InputError(f"no TPU was found; {advice}") from error
+                    raise InputError(
+                        "no TPU was found; use --device cpu, or --device auto to fall back by "
+                        "itself"
+                    ) from error
         return jax.local_devices(backend="cpu")[0]
 
     def load(

@@ -82,8 +82,9 @@ def main(args: argparse.Namespace) -> int:
     if own.server and (given := words_of(args, Marks)):
         raise InputError(f"{given[0]}: with --server, the server's flags mark the files; omit it")
     if (own.server is None) != hasattr(args, "model"):
-        either = "--model, for a model here, or --server, which has one"
-        raise InputError(f"--model: expected either {either}")
+        raise InputError(
+            "--model: expected either --model, for a model here, or --server, which has one"
+        )
     options = None
     if own.server is None:
         options = model_options(args)
@@ -97,8 +98,10 @@ def main(args: argparse.Namespace) -> int:
     try:
         own.output_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        reason = f"cannot be made ({error.strerror}); choose another one"
-        raise InputError(f"--output-dir: the folder {own.output_dir} {reason}") from error
+        raise InputError(
+            f"--output-dir: the folder {own.output_dir} cannot be made ({error.strerror}); "
+            "choose another one"
+        ) from error
     results = batch.Results(own.output_dir, shard)
     check_outputs([("--output-dir", results.path)], options.files if options else ())
     make = partial(made_by, own, lines, shard, results, args.jobs.parent)

@@ -241,8 +241,9 @@ def examples(type_: type[Request]) -> list[str]:
     """Commands that show the use of the pipeline."""
     name = "" if type_.name == FIRST else f" --pipeline {type_.name}"
     file = "fox.mp4" if type_.has(Pixels) else "fox.wav"
-    prompt = '--prompt "a red fox in the snow"'
-    plain = f"ltx2rt generate --model MODEL_DIR{name} {prompt} --output {file}"
+    plain = (
+        f'ltx2rt generate --model MODEL_DIR{name} --prompt "a red fox in the snow" --output {file}'
+    )
     several = [plain] if type_.name == FIRST or not type_.example else []
     return [*several, f"{plain} \\\n      {type_.example}"] if type_.example else several
 
@@ -257,9 +258,10 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     if rest and request.in_segments:
         request = replace(request, segment_prompts=tuple(rest))
     elif file and rest:
-        wrong = f"has {1 + len(rest)} prompts, and the clip is not made in segments"
-        advice = "give --segment-frames or more --num-frames, or one line"
-        raise InputError(f"--prompts: {file} {wrong}; {advice}")
+        raise InputError(
+            f"--prompts: {file} has {1 + len(rest)} prompts, and the clip is not made in "
+            "segments; give --segment-frames or more --num-frames, or one line"
+        )
     elif rest:
         request = replace(request, prompt=rest[-1])
     written = Files(**given_flags(args, Files))
@@ -285,8 +287,10 @@ def files(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 def main(args: argparse.Namespace) -> int | None:
     options, request, written = asked(args)
     if request.distilled == "unused" and options.distilled_lora not in (None, NO_LORA):
-        wrong = f"the {request.name} pipeline merges none here"
-        raise InputError(f"--distilled-lora: {wrong}; leave it out, or merge it by --lora")
+        raise InputError(
+            f"--distilled-lora: the {request.name} pipeline merges none here; leave it out, or "
+            "merge it by --lora"
+        )
     folder = parts_folder(written, request.in_segments)
     check_files(request, written)
     if request.seed is None:  # ranks that this one starts need the same
@@ -307,8 +311,10 @@ def main(args: argparse.Namespace) -> int | None:
     checkpoint, clip = prepared(options, request, written)
     factory = get_factory(options.backend)
     if to_enhance(request) and factory.rank_and_size(os.environ)[1] > 1:
-        advice = "start them by --num-gpus, or give all of them one by --enhanced-prompt"
-        raise InputError(f"--enhance-prompt: several processes would write several texts; {advice}")
+        raise InputError(
+            "--enhance-prompt: several processes would write several texts; start them by "
+            "--num-gpus, or give all of them one by --enhanced-prompt"
+        )
     if to_enhance(clip.request) and factory.process_per_device and prod(options.mesh.values()) > 1:
         # once for the ranks that this one starts
         clip = clip.rewritten(enhanced_prompt(clip.request, checkpoint, options))

@@ -60,8 +60,9 @@ def component_graph(
         check_step(flag_, px, side, 0, "px", f"multiples of {side}")
     check_step("--num-frames", clip.num_frames, time, 1, "frames", f"{time}*k + 1")
     if name not in NAMES:
-        known = f"known: {', '.join(NAMES)}{hint(name, NAMES)}"
-        raise InputError(f"no graph is called {name!r}; {known}")
+        raise InputError(
+            f"no graph is called {name!r}; known: {', '.join(NAMES)}{hint(name, NAMES)}"
+        )
     row = CATALOG["guided-step" if name == LOOP else name]
     for part in row.parts:
         if getattr(config, part) is None:

@@ -84,8 +84,9 @@ def to_text(found: Estimate, verbose: bool = False) -> str:
     if line := session.memory_line(found.plan.stages):
         lines.insert(-1, line)
     if found.price_per_clip is not None:
-        rate = f"{found.clips_per_hour:.0f} clips an hour"
-        lines.append(f"price: {found.price_per_clip:.4f} a clip, {rate}")
+        lines.append(
+            f"price: {found.price_per_clip:.4f} a clip, {found.clips_per_hour:.0f} clips an hour"
+        )
     if verbose:
         lines += [_exchanges(found)] * bool(mesh) + list(found.notes)
     return singular("\n".join([*lines, *_layouts(found)]))

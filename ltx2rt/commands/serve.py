@@ -107,8 +107,10 @@ def require_first(options: ModelOptions) -> None:
     """Raises InputError in a launch of several processes, unless this is the first."""
     rank, size = get_factory(options.backend).rank_and_size(os.environ)
     if rank:
-        advice = "start `ltx2rt worker` here, with its flags"
-        raise InputError(f"process {rank} of {size}: the first one serves; {advice}")
+        raise InputError(
+            f"process {rank} of {size}: the first one serves; start `ltx2rt worker` here, with "
+            "its flags"
+        )
 
 
 def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, str]]:
@@ -118,11 +120,13 @@ def device_environments(options: ModelOptions, replicas: int) -> list[dict[str, 
     factory = get_factory(options.backend)
     each = prod(options.mesh.values()) if factory.process_per_device else 1
     if factory.rank_and_size(os.environ)[1] > 1:
-        why = "all processes of this launch are one replica"
-        raise InputError(f"--replicas: {replicas}, but {why}")
+        raise InputError(
+            f"--replicas: {replicas}, but all processes of this launch are one replica"
+        )
     if replicas * each > (most := factory.most_processes(options.device)):
-        asked = f"{replicas} with {each} devices each"
-        raise InputError(f"--replicas: {asked}, but {most} can be had here")
+        raise InputError(
+            f"--replicas: {replicas} with {each} devices each, but {most} can be had here"
+        )
     devices = [factory.one_device(n, os.environ) for n in range(replicas * each)]
     groups = [devices[start : start + each] for start in range(0, len(devices), each)]
     return [{name: ",".join(one[name] for one in group) for name in group[0]} for group in groups]

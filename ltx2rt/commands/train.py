@@ -95,8 +95,10 @@ def configured(args: argparse.Namespace) -> argparse.Namespace:
     if path is not None:
         for name, value in read_toml("--config", path).items():
             if name not in known:
-                wrong = f"has {name!r}, which is no flag of `train run`"
-                raise InputError(f"--config: {path} {wrong}{hint(name, known)}")
+                raise InputError(
+                    f"--config: {path} has {name!r}, which is no flag of `train "
+                    f"run`{hint(name, known)}"
+                )
             check_value("--config", path, name, known[name], value)
             implied = name == "dtype" and hasattr(args, "weights_dtype")  # which decides it
             if not hasattr(args, name) and not implied:
@@ -299,8 +301,9 @@ def _options(args: argparse.Namespace) -> ModelOptions:
     factory = get_factory(options.backend)
     several = prod(options.mesh.values()) > 1 or factory.rank_and_size(os.environ)[1] > 1
     if factory.process_per_device and several:
-        one = f"`train prepare` runs one process of {factory.name}"
-        raise InputError(f"--mesh: {one}; leave the flag out")
+        raise InputError(
+            f"--mesh: `train prepare` runs one process of {factory.name}; leave the flag out"
+        )
     return options
 
 

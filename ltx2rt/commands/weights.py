@@ -78,8 +78,9 @@ def fetch(args: argparse.Namespace) -> None:
     at = f"@{args.revision}" if args.revision else ""
     repo = hub.parse_repo(Path(f"{args.repository}{at}"))
     if repo is None:
-        expected = "ORG/NAME or ORG/NAME/FILE of the hub, not a path"
-        raise InputError(f"{args.repository}: expected {expected}")
+        raise InputError(
+            f"{args.repository}: expected ORG/NAME or ORG/NAME/FILE of the hub, not a path"
+        )
     print(hub.fetch(repo, wanted=wanted, chooser=chooser))
 
 

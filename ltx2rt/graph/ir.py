@@ -195,8 +195,10 @@ def tapped(graph: Graph, name: str) -> Graph:
     """
     if (found := _tapped(graph, name)) is None:
         modules = {"*".join(p.rpartition(".")[0].split("*.")[-1:]) for p in graph.all_params()}
-        known = f"its modules are {', '.join(sorted(modules))[:400]}"
-        raise GraphError(f"{graph.name}: no module or value is named {name!r}; {known}")
+        raise GraphError(
+            f"{graph.name}: no module or value is named {name!r}; its modules are "
+            f"{', '.join(sorted(modules))[:400]}"
+        )
     return found
 
 

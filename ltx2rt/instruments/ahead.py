@@ -168,8 +168,10 @@ def _cells(session: Session, clip: Clip, loras: Loras, target: Target) -> Iterat
             if target.branches:
                 branches = Branches(*(target.branches > i for i in (1, 2, 3)))
                 if branches.isolated and len(call.sizes.streams) == 1:
-                    most = f"{clip.request.name} has one stream and 3 at most"
-                    raise InputError(f"--branches: {target.branches}, but {most}")
+                    raise InputError(
+                        f"--branches: {target.branches}, but {clip.request.name} has one "
+                        "stream and 3 at most"
+                    )
                 call = replace(call, sizes=replace(call.sizes, branches=branches))
             count = len(call.sizes.branches.names)
             assert isinstance(stage, Denoise), "only a denoising stage has steps"
@@ -238,11 +240,11 @@ def fits(job: Compilation, found: Compiled | DoesNotFit) -> bool:
 
 
 def header(job: Compilation) -> str:
-    memory = f"it has {job.kind.memory_bytes / 1e9:.0f} GB"
     return (
-        f"compiled for {job.topology} ({mesh_in_words(job.mesh)}), not run; per device, of one call; "
-        f"{memory}\n\n{'component':<22} {'size':<26} {'collectives':>11} {'received':>9} "
-        f"{'weights':>9} {'temporaries':>11} {'outputs':>8} {'compile':>8}  fits"
+        f"compiled for {job.topology} ({mesh_in_words(job.mesh)}), not run; per device, of one "
+        f"call; it has {job.kind.memory_bytes / 1e9:.0f} GB\n\n{'component':<22} {'size':<26} "
+        f"{'collectives':>11} {'received':>9} {'weights':>9} {'temporaries':>11} "
+        f"{'outputs':>8} {'compile':>8}  fits"
     )
 
 

@@ -264,8 +264,9 @@ def _sound(path: Path) -> np.ndarray | None:
             frames += resampler.resample(None)
     except (FFmpegError, OSError) as error:
         reason = getattr(error, "strerror", None) or error
-        damaged = f"its sound is damaged ({reason})"
-        raise InputError(f"compare: {path}: {damaged}; copy it again") from error
+        raise InputError(
+            f"compare: {path}: its sound is damaged ({reason}); copy it again"
+        ) from error
     if not frames:
         return None
     return np.concatenate([frame.to_ndarray() for frame in frames], axis=-1).astype(np.float64)

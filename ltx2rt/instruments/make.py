@@ -170,13 +170,17 @@ def _check_folder(directory: Path, plan: Manifest, room: bool) -> None:
         raise InputError(f"{nearest}: is a file; pass a folder to write the checkpoint into")
     needed = sum(tensor.info.nbytes for file in plan.tensors.values() for tensor in file.values())
     if room and (free := shutil.disk_usage(nearest).free) < needed:
-        lacking = f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
-        raise InputError(f"{directory}: {lacking}; choose another disk")
+        raise InputError(
+            f"{directory}: needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free; choose "
+            "another disk"
+        )
     if existing := [path for path in (*plan.tensors, *plan.texts) if (directory / path).exists()]:
         raise InputError(f"{directory / existing[0]} exists; pass an empty folder")
     if others := sorted(directory.glob("*.safetensors*")):
-        found = f"holds files of another model, such as {others[0].name}"
-        raise InputError(f"{directory} {found}; pass an empty folder")
+        raise InputError(
+            f"{directory} holds files of another model, such as {others[0].name}; pass an "
+            "empty folder"
+        )
 
 
 def plan_checkpoint(

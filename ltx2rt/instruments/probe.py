@@ -68,8 +68,10 @@ class Given:
     def __call__(self, name: str, *axes: str | int) -> np.ndarray:
         """Axes are sizes, or letters that stand for the size that they meet first."""
         if (found := self.get(name, *axes)) is None:
-            missing = f"misses {name}; it reads {', '.join(self.known)}"
-            raise InputError(f"{self.path}: probe {self.component} {missing}")
+            raise InputError(
+                f"{self.path}: probe {self.component} misses {name}; it reads "
+                f"{', '.join(self.known)}"
+            )
         return found
 
     def get(self, name: str, *axes: str | int) -> np.ndarray | None:
@@ -103,9 +105,10 @@ class Given:
     def fit(self, graph: Graph | None, feeds: Mapping[str, np.ndarray]) -> None:
         """Compare the feeds with what the graph declares, and refuse tensors that nothing read."""
         if unknown := sorted(self.names - set(self.known)):
-            reads = f"it reads {', '.join(dict.fromkeys(self.known))}"
-            what = f"probe {self.component} has no input {', '.join(unknown)}"
-            raise InputError(f"{self.path}: {what}; {reads}")
+            raise InputError(
+                f"{self.path}: probe {self.component} has no input {', '.join(unknown)}; it "
+                f"reads {', '.join(dict.fromkeys(self.known))}"
+            )
         for name, value in graph.inputs.items() if graph else ():
             if name in self.known and name in feeds:
                 sizes, shape = value.type.sizes, feeds[name].shape
@@ -241,8 +244,10 @@ def _train_step(session: Session, request: ProbeRequest, x: Given) -> Arrays:
         levels = np.ones(clean.shape[:2]) * sigma[:, None] if levels is None else levels[:, :, 0]
         noised = levels != 0
         if not np.allclose(levels, noised * sigma[:, None], rtol=1e-6):
-            wrong = f"{m}_timesteps holds other values than 0 and the sample's {m}_sigma"
-            raise InputError(f"{x.path}: {wrong}; a training step has these two")
+            raise InputError(
+                f"{x.path}: {m}_timesteps holds other values than 0 and the sample's "
+                f"{m}_sigma; a training step has these two"
+            )
         feeds |= {f"{m}_clean": clean, f"{m}_noise": noise, f"{m}_noised": noised.astype(np.int32)}
     batch, parts = x.sizes["B"], session.backend.mesh.get("data", 1)
     if batch % parts:
@@ -250,8 +255,9 @@ def _train_step(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     shape = transformer.ForwardShape(batch // parts, **sizes)
     loras, call = _loras(session, "transformer"), Call("train-step", shape)
     if len(loras) > 1:
-        given = f"{len(loras)} files, a training step takes one"
-        raise InputError(f"--lora: {given}; leave the rest out")
+        raise InputError(
+            f"--lora: {len(loras)} files, a training step takes one; leave the rest out"
+        )
     if loras:
         x.fit(session.graph(call), feeds)
         found = lora_gradients(session, loras[0], shape, feeds)
@@ -313,8 +319,10 @@ def _diffusion_decoder(session: Session, request: ProbeRequest, x: Given) -> Arr
     grid = (sizes[0], sizes[1], sizes[2])
     shape = diffusion_decoder.whole(config, batch, grid, request.border_mode)
     if noise.shape != (expected := (batch, 3, *shape.pixels(config))):
-        found = f"noise has shape {list(noise.shape)}"
-        raise InputError(f"{x.path}: {found}, expected {list(expected)} for this latent")
+        raise InputError(
+            f"{x.path}: noise has shape {list(noise.shape)}, expected {list(expected)} for "
+            "this latent"
+        )
     features = audited(session, x, Call("diffusion-features", latent.shape), {"latent": latent})
     call = Call("diffusion-decoder", shape)
     frames = audited(session, x, call, features | {"noise": noise})["frames"]
@@ -326,8 +334,10 @@ def _video_encoder(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     _, _, frames, rows, columns = given.shape
     time, space = vae.time_factor, vae.space_factor
     if (frames - 1) % time or rows % space or columns % space:
-        expected = f"{time}k+1 frames and rows and columns divisible by {space}"
-        raise InputError(f"{x.path}: frames are {frames}x{rows}x{columns}, expected {expected}")
+        raise InputError(
+            f"{x.path}: frames are {frames}x{rows}x{columns}, expected {time}k+1 frames and "
+            f"rows and columns divisible by {space}"
+        )
     return audited(session, x, Call("video-encoder", given.shape), {"frames": given})
 
 
@@ -357,8 +367,9 @@ def _schedule(session: Session, request: ProbeRequest, x: Given) -> Arrays:
     steps = x("steps", 1)[0]
     x.fit(None, {})
     if steps != int(steps) or not 1 <= steps <= MAX_STEPS:
-        expected = f"expected a whole number from 1 to {MAX_STEPS}"
-        raise InputError(f"{x.path}: steps is {steps:g}, {expected}")
+        raise InputError(
+            f"{x.path}: steps is {steps:g}, expected a whole number from 1 to {MAX_STEPS}"
+        )
     return {"sigmas": shifted_sigmas(int(steps))}
 
 
@@ -416,8 +427,10 @@ class ProbeRequest:
     def check(self) -> None:
         """Raises InputError; reads no file."""
         if self.component not in COMPONENTS:
-            known = f"known components: {', '.join(COMPONENTS)}{hint(self.component, COMPONENTS)}"
-            raise InputError(f"unknown component {self.component!r}; {known}")
+            raise InputError(
+                f"unknown component {self.component!r}; known components: "
+                f"{', '.join(COMPONENTS)}{hint(self.component, COMPONENTS)}"
+            )
         if self.outputs is None and not self.lists:
             raise InputError("probe writes --outputs FILE, none was given")
         if self.component == "tokenizer":

@@ -98,8 +98,9 @@ def profile_of(name: str | None, device_kind: str, mesh: Mapping[str, int]) -> P
         )
     name = name or (by_device[device_kind] if several else "single")
     if name not in PROFILES:
-        known = f"known profiles: {', '.join(PROFILES)}{hint(name, PROFILES)}"
-        raise InputError(f"unknown profile {name!r}; {known}")
+        raise InputError(
+            f"unknown profile {name!r}; known profiles: {', '.join(PROFILES)}{hint(name, PROFILES)}"
+        )
     profile = PROFILES[name]
     for axis in several:
         if axis not in ("data", *profile.axes):

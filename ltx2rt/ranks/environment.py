@@ -30,8 +30,9 @@ def rank_and_size(environment: Mapping[str, str]) -> tuple[int, int]:
         return 0, 1
     needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
     if missing := ", ".join(name for name in needed if name not in environment):
-        advice = "start ranks by torchrun or --num-gpus"
-        raise InputError(f"WORLD_SIZE is {size} without {missing}; {advice}")
+        raise InputError(
+            f"WORLD_SIZE is {size} without {missing}; start ranks by torchrun or --num-gpus"
+        )
     number(environment, "MASTER_PORT", 1, 2**16)
     return number(environment, "RANK", 0, size), size
 

@@ -420,8 +420,7 @@ def _whole(given: Mapping[str, Any], name: str, default: int, bounds: range) -> 
     """A number of the request. Raises Refusal."""
     found = number(text := given.get(name, default))
     if found is None or found not in bounds:
-        expected = f"expected {bounds[0]} to {bounds[-1]}"
-        raise invalid(f"{name}: {str(text)[:80]}, {expected}", name)
+        raise invalid(f"{name}: {str(text)[:80]}, expected {bounds[0]} to {bounds[-1]}", name)
     return int(found)
 
 

@@ -135,8 +135,10 @@ class App(Orders, Videos, Files):
                 for id, kind in told.items():
                     job = await self.store(self.queue.get, id)
                     video = await self._video(job) if job else {"id": id}
-                    event = f"id: {event_id}\nevent: {kind if job else 'deleted'}\n"
-                    yield f"{event}data: {json.dumps(video)}\n\n"
+                    yield (
+                        f"id: {event_id}\nevent: {kind if job else 'deleted'}\ndata: "
+                        f"{json.dumps(video)}\n\n"
+                    )
                     if only is not None and (job is None or job.over):
                         return
                 if told:

@@ -87,8 +87,10 @@ def read_lines(path: Path) -> list[Line]:
             continue
         id = given.pop("id", None)
         if not isinstance(id, str) or not ID.fullmatch(id):
-            expected = "expected letters, digits 0 to 9, '.', '_' and '-'"
-            wrong.append(f"line {number}: id {str(id)[:80]!r}, {expected}")
+            wrong.append(
+                f"line {number}: id {str(id)[:80]!r}, expected letters, digits 0 to 9, '.', "
+                "'_' and '-'"
+            )
         elif id in seen:
             wrong.append(f"line {number}: id {id!r} is that of line {seen[id]}")
         else:
@@ -129,8 +131,10 @@ def clashes(jobs: Iterable[tuple[Line, int, int]]) -> list[str]:
         for name in Results.names(line.id, seed, count):
             other = owners.setdefault(name, line)
             if other is not line:
-                both = f"line {line.number} ({line.id}) and line {other.number} ({other.id})"
-                wrong.append(f"{both} would both write {name}; change the id of one")
+                wrong.append(
+                    f"line {line.number} ({line.id}) and line {other.number} ({other.id}) "
+                    f"would both write {name}; change the id of one"
+                )
                 break
     return wrong
 
@@ -212,9 +216,10 @@ class Results:
                 continue  # an earlier version did not state it
             for key in sorted((was.keys() | model.keys()) - {"name"}):
                 if was.get(key) != model.get(key):
-                    other = f"is of another model ({key} {was.get(key)}, now {model.get(key)})"
-                    clip = f"--output-dir: the clip of {id} in {self.output}"
-                    raise InputError(f"{clip} {other}; name another folder")
+                    raise InputError(
+                        f"--output-dir: the clip of {id} in {self.output} is of another model "
+                        f"({key} {was.get(key)}, now {model.get(key)}); name another folder"
+                    )
             if "loras" in latest[id] and digests(latest[id]["loras"]) != digests(loras[id]):
                 del latest[id]
         return {id: told["digest"] for id, told in latest.items()}
@@ -262,6 +267,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         except (ValueError, RecursionError):  # cut off when its writer died
             continue
         if mismatch(told, {"id": str, "digest": str, "files": [str]}):
-            what_to_do = "move the line or the file away"
-            raise InputError(f"{path}, line {number}: no result of a batch; {what_to_do}")
+            raise InputError(
+                f"{path}, line {number}: no result of a batch; move the line or the file away"
+            )
         yield told

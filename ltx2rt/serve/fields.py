@@ -118,8 +118,10 @@ def value(f: Field, given: Any) -> Any:
         given = given.splitlines() if isinstance(given, str) else given
         texts = isinstance(given, list) and len(given) <= MAX_PROMPTS
         if not texts or not all(isinstance(x, str) and len(x) <= MAX_PROMPT for x in given):
-            most = f"{MAX_PROMPTS} texts of at most {MAX_PROMPT} characters"
-            raise InputError(f"{name}: expected a list of at most {most}")
+            raise InputError(
+                f"{name}: expected a list of at most {MAX_PROMPTS} texts of at most "
+                f"{MAX_PROMPT} characters"
+            )
         return convert(f, given)
     if own.bare is not None and given is True:
         return own.bare

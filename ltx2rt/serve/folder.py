@@ -80,10 +80,11 @@ class Folder:
         others = self.queue.parent.glob(self.queue.name + "-*")
         found += [path.name for path in others if path.stat().st_size]
         if found:
-            holds = f"{self.root} holds {len(found)} files of a server, such as {found[0]}"
-            advice = "put that back (--queue), or name another folder"
-            lacks = f"but not its queue, {self.queue.name}"
-            raise InputError(f"{self.flag}: {holds}, {lacks}; {advice}")
+            raise InputError(
+                f"{self.flag}: {self.root} holds {len(found)} files of a server, such as "
+                f"{found[0]}, but not its queue, {self.queue.name}; put that back (--queue), "
+                "or name another folder"
+            )
 
     def keep_input(self, data: bytes, suffix: str = "", user: str = "") -> str:
         """Keep a file with these bytes among the inputs; its digest, which with the suffix is its

@@ -195,8 +195,10 @@ class JobFile:
         except sqlite3.Error as error:
             reason = "is locked: another program holds it; end that one"
             if "locked" not in str(error):
-                advice = "put a good copy of it there, or name another folder"
-                reason = f"cannot be opened as a queue ({error}); {advice}; finished clips are files beside it"
+                reason = (
+                    f"cannot be opened as a queue ({error}); put a good copy of it there, or "
+                    "name another folder; finished clips are files beside it"
+                )
             raise InputError(f"--data: {path} {reason}") from error
 
     def _upgrade(self) -> None:
@@ -262,5 +264,8 @@ class JobFile:
         return self._one(f"SELECT COUNT(*) FROM jobs WHERE {where}", *values)
 
     def _videos(self, where: str, *values: Any) -> int:
-        videos = "SELECT COALESCE(SUM(COALESCE(json_extract(job, '$.n'), 1)), 0)"
-        return self._one(f"{videos} FROM jobs WHERE {where}", *values)
+        return self._one(
+            "SELECT COALESCE(SUM(COALESCE(json_extract(job, '$.n'), 1)), 0) FROM jobs WHERE "
+            f"{where}",
+            *values,
+        )

@@ -126,9 +126,14 @@ class Orders(Core):
             admitted = await loop.run_in_executor(self._planner, self._admit, given)
         most = self.how.flags.max_work
         if most is not None and admitted.work > most:
-            text = f"this takes {admitted.work:.4g} TFLOP, here a request may take {most:.4g}"
-            advice = "ask for a smaller size, or fewer frames, steps or videos"
-            raise Refusal(400, "too_much_work", f"{text}; {advice}")
+            raise Refusal(
+                400,
+                "too_much_work",
+                (
+                    f"this takes {admitted.work:.4g} TFLOP, here a request may take {most:.4g}; "
+                    "ask for a smaller size, or fewer frames, steps or videos"
+                ),
+            )
         return admitted
 
     async def _require_own_files(self, user: str, given: Mapping[str, Any]) -> None:

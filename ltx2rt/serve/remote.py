@@ -84,8 +84,10 @@ class RemoteServer:
         try:
             return parse(text, shape)
         except ValueError as error:
-            where = f"--server: {self.url}/{path.lstrip('/')}"
-            raise InputError(f"{where} gives another answer ({error}); pass a server") from None
+            raise InputError(
+                f"--server: {self.url}/{path.lstrip('/')} gives another answer ({error}); pass "
+                "a server"
+            ) from None
 
     def count(self, given: Mapping[str, Any]) -> int:
         """Number of videos of a job."""
@@ -142,8 +144,9 @@ class RemoteServer:
                 if getattr(error, "errno", None) in DISK_ERRORS:
                     raise
                 if self.left.is_set() or time.monotonic() > deadline:
-                    reason = f"does not answer ({error}); start it, or wait"
-                    raise InputError(f"--server: {self.url} {reason}") from None
+                    raise InputError(
+                        f"--server: {self.url} does not answer ({error}); start it, or wait"
+                    ) from None
                 if not told:
                     note(f"{self.url} does not answer; trying for {self.patience_s:.0f} s")
                 told = True
@@ -172,8 +175,10 @@ def _stay(answer: httpx.Response) -> None:
     secured = (answer.url.scheme, to.scheme) == ("http", "https") and to.port is None
     same = (answer.url.scheme, answer.url.port) == (to.scheme, to.port)
     if to.host != answer.url.host or not (same or secured):
-        other = f"sends this to {str(to)[:200]!r}; name the server that answers itself"
-        raise InputError(f"--server: {answer.url.copy_with(path='/', query=None)} {other}")
+        raise InputError(
+            f"--server: {answer.url.copy_with(path='/', query=None)} sends this to "
+            f"{str(to)[:200]!r}; name the server that answers itself"
+        )
 
 
 def _chunks(answer: httpx.Response, most_bytes: int) -> Iterator[bytes]:

@@ -141,8 +141,9 @@ def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
 def check_address(host: str, has_tokens: bool) -> None:
     """Raises InputError."""
     if not has_tokens and not is_local(f"[{host}]" if ":" in host else host):
-        advice = "give --token-file, or leave --host out"
-        raise InputError(f"--host: {host} can be reached by others; {advice}")
+        raise InputError(
+            f"--host: {host} can be reached by others; give --token-file, or leave --host out"
+        )
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -153,8 +154,9 @@ def bind(host: str, port: int) -> socket.socket:
         listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listening
     except (OSError, OverflowError) as error:
-        reason = f"cannot be listened on ({error}); choose another"
-        raise InputError(f"--port: {host}:{port} {reason}") from None
+        raise InputError(
+            f"--port: {host}:{port} cannot be listened on ({error}); choose another"
+        ) from None
 
 
 def _address(host: str, port: int) -> str:

@@ -31,7 +31,8 @@ def parse_shape(text: str | Shape) -> Shape:
         return text
     match = re.fullmatch(r"(\d{1,5})x(\d{1,5})x(\d{1,5})(?::([\w-]+))?", text)
     if match is None:
-        expected = "WIDTHxHEIGHTxFRAMES[:PIPELINE] such as 768x512x121"
-        raise InputError(f"--warm: {text[:80]!r}, expected {expected}")
+        raise InputError(
+            f"--warm: {text[:80]!r}, expected WIDTHxHEIGHTxFRAMES[:PIPELINE] such as 768x512x121"
+        )
     width, height, frames = map(int, match.groups()[:3])
     return Shape(width, height, frames, match[4] or FIRST)

@@ -126,8 +126,9 @@ def read_light(path: Path) -> None:
 
 def check_size(width: int, height: int, most: int) -> None:
     if width * height > most:
-        size = f"{width}x{height} pixels"
-        raise ValueError(f"{size}, expected at most {most} in all; make it smaller")
+        raise ValueError(
+            f"{width}x{height} pixels, expected at most {most} in all; make it smaller"
+        )
 
 
 def check_length(seconds: float, frames: int, most_s: int = MAX_S) -> None:
@@ -147,8 +148,9 @@ def _size_px(path: Path) -> tuple[int, int]:
     except ImportError:
         raise ValueError("it is HEIC, which this server cannot read; save it as JPEG") from None
     except Image.DecompressionBombError:
-        size = f"over {2 * MAX_PX} pixels"
-        raise ValueError(f"{size}, expected at most {MAX_PX} in all; make it smaller") from None
+        raise ValueError(
+            f"over {2 * MAX_PX} pixels, expected at most {MAX_PX} in all; make it smaller"
+        ) from None
     except Exception:  # Pillow's readers raise whatever a damaged file makes them stumble over
         said = f"it is no readable {', '.join(IMAGES)} file; save it again as PNG"
         raise ValueError(said) from None
@@ -168,8 +170,9 @@ def read_media(kind: str, path: Path) -> None:
     with opened(path) as container:
         streams = [*container.streams.audio, *container.streams.video]
         if container.format.name not in MEDIA or len(container.streams) > MAX_STREAMS:
-            found = f"a file of the kind {container.format.name!r}"
-            raise ValueError(f"no {kind}: {found}; save it as MP4 or WAV")
+            raise ValueError(
+                f"no {kind}: a file of the kind {container.format.name!r}; save it as MP4 or WAV"
+            )
         if not (container.streams.audio if kind == SOUND else container.streams.video):
             raise ValueError(f"holds no {kind}")
         for video in container.streams.video:

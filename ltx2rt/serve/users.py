@@ -36,8 +36,10 @@ def read_tokens(path: Path) -> dict[str, User]:
     for where, words in flag_rows("--token-file", path):
         new = len(words) > 1 and len(words[1]) >= MIN_TOKEN and words[1] not in tokens
         if not new or words[2:] not in ([], [OPERATOR]):
-            token = f"a new token of at least {MIN_TOKEN} characters"
-            raise InputError(f"{where} is no `NAME TOKEN` or `NAME TOKEN {OPERATOR}` with {token}")
+            raise InputError(
+                f"{where} is no `NAME TOKEN` or `NAME TOKEN {OPERATOR}` with a new token of at "
+                f"least {MIN_TOKEN} characters"
+            )
         tokens[words[1]] = User(words[0], words[2:] == [OPERATOR])
     if not tokens:
         raise InputError(f"--token-file: {path} names no user; write a line `NAME TOKEN` for each")

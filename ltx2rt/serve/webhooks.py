@@ -67,8 +67,10 @@ def read_hooks(path: Path) -> dict[str, Hook]:
         _check_url(where, url)
         hooks[name] = Hook(url, _secret(where, secret))
     if not hooks:
-        line = f"`NAME URL SECRET`, with {EVERYBODY} as NAME for all users without one"
-        raise InputError(f"--webhooks: {path} names no address; write a line {line}")
+        raise InputError(
+            f"--webhooks: {path} names no address; write a line `NAME URL SECRET`, with "
+            f"{EVERYBODY} as NAME for all users without one"
+        )
     return hooks
 
 
@@ -82,8 +84,7 @@ def _check_url(where: str, url: str) -> None:
         parts = urlsplit(url)
         right = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     if parts is None or not right:
-        expected = "expected http://HOST/PATH or https://HOST/PATH"
-        raise InputError(f"{where}: {url[:80]!r}, {expected}")
+        raise InputError(f"{where}: {url[:80]!r}, expected http://HOST/PATH or https://HOST/PATH")
     if "@" in parts.netloc:
         reason = "its address has a user name; leave it out, the signature tells who sends"
         raise InputError(f"{where}: {reason}")
@@ -95,8 +96,9 @@ def _secret(where: str, text: str) -> bytes:
     with suppress(ValueError):
         secret = base64.b64decode(text.removeprefix(SECRET), validate=True)
     if not text.startswith(SECRET) or not least <= len(secret) <= most:
-        expected = f"{SECRET} and the base64 of {least} to {most} random bytes"
-        raise InputError(f"{where}: its secret is not {expected}")
+        raise InputError(
+            f"{where}: its secret is not {SECRET} and the base64 of {least} to {most} random bytes"
+        )
     return secret
 
 

@@ -157,8 +157,10 @@ def open_backend(options: ModelOptions) -> Backend:
     # as accelerate sets it for all that it starts
     accelerated = factory.process_per_device and "ACCELERATE_MIXED_PRECISION" in os.environ
     if accelerated and on_cpu and backend.num_processes == 1:
-        advice = "for several use torchrun or --num-gpus N"
-        note(f"accelerate started one process, as it does on a CPU; {advice}")
+        note(
+            "accelerate started one process, as it does on a CPU; for several use torchrun or "
+            "--num-gpus N"
+        )
     if not options.mesh:
         mesh = mesh_of_all(options.backend, backend.device(), options.profile)
         return get_backend(options.backend, options.device, mesh) if mesh else backend

@@ -320,8 +320,10 @@ class ModelOptions(PartFiles):
         if self.mesh and self.tp_size:
             raise InputError("--mesh and --tp-size say the same; give one of them")
         if launched > 1 and self.num_gpus not in (None, launched):
-            said = f"{self.num_gpus}, but {launched} processes were launched"
-            raise InputError(f"--num-gpus: {said}; leave the flag out")
+            raise InputError(
+                f"--num-gpus: {self.num_gpus}, but {launched} processes were launched; leave "
+                "the flag out"
+            )
         devices = self.num_gpus or launched
         tensor = self.tp_size or (devices if devices > 1 else None)
         mesh = dict(self.mesh) or ({"tensor": tensor} if tensor else {})
@@ -336,8 +338,10 @@ class ModelOptions(PartFiles):
         check_bounds(self)
         existing("--model", self.model)
         if snapshots := sorted(self.model.glob("snapshots/*")):
-            advice = f"pass its snapshot, such as {snapshots[-1]}"
-            raise InputError(f"--model: {self.model} is a cache of the hub; {advice}")
+            raise InputError(
+                f"--model: {self.model} is a cache of the hub; pass its snapshot, such as "
+                f"{snapshots[-1]}"
+            )
         for option, path in self.parts.items():
             existing(FILES[option].flag, path)
         if self.config_from:
@@ -351,11 +355,15 @@ class ModelOptions(PartFiles):
         for lora in self.loras:
             existing_file("--lora", lora.path)
         if self.attention == "sage" and self.compile:
-            why = "PyTorch Inductor does not see into sageattention"
-            raise InputError(f"--attention sage: {why}; leave out --compile")
+            raise InputError(
+                "--attention sage: PyTorch Inductor does not see into sageattention; leave "
+                "out --compile"
+            )
         if self.weights_dtype and self.dtype == "float32":
-            said = f"{self.weights_dtype} weights go with --dtype bfloat16, not float32"
-            raise InputError(f"--weights-dtype: {said}; leave one out")
+            raise InputError(
+                f"--weights-dtype: {self.weights_dtype} weights go with --dtype bfloat16, not "
+                "float32; leave one out"
+            )
 
     @property
     def parts(self) -> dict[str, Path]:

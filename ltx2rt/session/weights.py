@@ -336,8 +336,10 @@ class WeightStore:
         if kept is not None:
             self.parked[key], self._parked_as[key] = kept, held.streamed
             if self.backend.is_main:
-                said = f"the host keeps the weights of {key[0]} in its memory"
-                note(f"{said}, {size / 1e9:.3g} GB, for the next request")
+                note(
+                    f"the host keeps the weights of {key[0]} in its memory, {size / 1e9:.3g} "
+                    "GB, for the next request"
+                )
 
     @property
     def held_bytes(self) -> int:

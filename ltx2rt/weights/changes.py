@@ -192,8 +192,9 @@ def changes_of(
     stated: the scale that the file's config gives for a rank. Raises InputError."""
     for part, key in parts.items():
         if part != "alpha" and (dtype := file.info(key).dtype) not in STORED:
-            said = f"{key} is {dtype}, expected {', '.join(map(str, STORED))}"
-            raise InputError(f"{file.path}: {said}")
+            raise InputError(
+                f"{file.path}: {key} is {dtype}, expected {', '.join(map(str, STORED))}"
+            )
 
     def scale(rank: int, own: int) -> float:
         """own: the rank that the config's has to be, 0 for any."""
@@ -237,8 +238,10 @@ def _low_rank(
         """Keys, shape and rank of up @ down."""
         a, b = shapes[down], shapes[up]
         if len(a) != 2 or len(b) != 2 or a[0] != b[1] or a[0] == 0:
-            said = f"{parts[down]} {list(a)} and {parts[up]} {list(b)}"
-            raise InputError(f"{file.path}: {said} are no pair [rank, in], [out, rank]")
+            raise InputError(
+                f"{file.path}: {parts[down]} {list(a)} and {parts[up]} {list(b)} are no pair "
+                "[rank, in], [out, rank]"
+            )
         return (parts[up], parts[down]), (b[0], a[1]), a[0]
 
     def factor(name: str) -> tuple[tuple[str, ...], tuple[int, int], int]:
@@ -286,6 +289,7 @@ def _axis(file: TensorFile, key: str, shape: tuple[int, int]) -> int:
 def _alpha(file: TensorFile, key: str) -> float:
     value = file.read(key).astype(np.float32)
     if value.size != 1 or not np.isfinite(value).all():
-        said = f"has shape {list(value.shape)}, expected one finite number"
-        raise InputError(f"{file.path}: {key} {said}")
+        raise InputError(
+            f"{file.path}: {key} has shape {list(value.shape)}, expected one finite number"
+        )
     return float(value.reshape(()))

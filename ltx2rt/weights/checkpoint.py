@@ -128,8 +128,10 @@ class Checkpoint:
         if found := only("lora", self.fitting_loras):
             return found
         listed = ", ".join(map(str, self.loras_found))
-        said = f"no LoRA in it has the header of a distilled one: {listed}"
-        raise InputError(f"{self.path}: {said}; pass one with --distilled-lora")
+        raise InputError(
+            f"{self.path}: no LoRA in it has the header of a distilled one: {listed}; pass one "
+            "with --distilled-lora"
+        )
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -140,8 +142,9 @@ class Checkpoint:
         except InputError:
             raise
         except (GraphError, ArithmeticError, IndexError, MemoryError, ValueError) as error:
-            said = f"its config contradicts itself: {error}; pass another checkpoint"
-            raise InputError(f"{self.path}: {said}") from error
+            raise InputError(
+                f"{self.path}: its config contradicts itself: {error}; pass another checkpoint"
+            ) from error
 
     def require_tokenizer(self) -> Path | Asset:
         if self.tokenizer is None:

@@ -166,8 +166,9 @@ class TensorFile:
     def check(self) -> None:
         """Raises InputError if the file has changed since it was opened."""
         if identity(self._file) != self.identity:
-            advice = "start again when it is complete"
-            raise InputError(f"{self.path}: changed since it was opened; {advice}")
+            raise InputError(
+                f"{self.path}: changed since it was opened; start again when it is complete"
+            )
 
     @property
     def architecture(self) -> str:
@@ -206,8 +207,9 @@ class TensorFile:
         try:
             read_at(self._file, place, begin)
         except OSError as error:
-            said = f"cannot read: {error.strerror}; check the disk"
-            raise InputError(f"{self.path}: {said}") from error
+            raise InputError(
+                f"{self.path}: cannot read: {error.strerror}; check the disk"
+            ) from error
         self.check()
         self.requested_bytes += len(place)
 
@@ -296,8 +298,9 @@ class TensorFolder(Gathered):
         for file in self.files:
             for name in file.names():
                 if (other := home.setdefault(name, file)) is not file:
-                    both = f"both {other.path.name} and {file.path.name}"
-                    raise InputError(f"{path}: tensor {name} is in {both}")
+                    raise InputError(
+                        f"{path}: tensor {name} is in both {other.path.name} and {file.path.name}"
+                    )
         super().__init__({name: (file, name) for name, file in home.items()})
 
     @property
@@ -372,8 +375,10 @@ def read_index(index: Path) -> dict[str, Path]:
             shards = json.loads(file.read())["weight_map"]
         for name, shard in shards.items():
             if not isinstance(shard, str):
-                said = f"{str(shard)[:80]!r}, expected the name of a file beside it"
-                raise InputError(f"{index}: weight_map of {name[:80]} is {said}")
+                raise InputError(
+                    f"{index}: weight_map of {name[:80]} is {str(shard)[:80]!r}, expected the "
+                    "name of a file beside it"
+                )
         places = {shard: index.parent / shard for shard in set(shards.values())}
         return {called(name): places[shard] for name, shard in shards.items()}
     except InputError:
@@ -388,16 +393,18 @@ def _open_shards(path: Path, index: Path) -> TensorFolder:
     home = read_index(index)
     folder = TensorFolder(path, [TensorFile(shard) for shard in sorted(set(home.values()))])
     if missing := sorted(home.keys() - set(folder.names())):
-        said = f"{len(missing)} tensors of the index are in no shard, first {missing[0]}"
-        raise InputError(f"{index}: {said}")
+        raise InputError(
+            f"{index}: {len(missing)} tensors of the index are in no shard, first {missing[0]}"
+        )
     return folder
 
 
 def _parsed(file: int, path: Path) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
     """(metadata, name -> (info, first byte)) of an open file, read by safetensors."""
     if (start := pread(file, 24, 0)).startswith(b"version https://git-lfs"):
-        advice = "run `git lfs pull` in its repository"
-        raise InputError(f"{path}: a git-lfs pointer, not the weights; {advice}")
+        raise InputError(
+            f"{path}: a git-lfs pointer, not the weights; run `git lfs pull` in its repository"
+        )
     try:
         named = f"/dev/fd/{file}"  # the same file, whatever has the path's name by now
         with safe_open(named if os.path.exists(named) else path, "np") as parsed:

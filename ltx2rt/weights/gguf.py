@@ -128,8 +128,10 @@ class GgufFile(TensorFile):
                 f"NAME-0000N-of-{count:05}.gguf, by which the others are found; rename it"
             )
         if missing := [path.name for path in paths if not path.exists()]:
-            said = f"one of {count} parts of a split GGUF file, and {missing[0]} is not beside it"
-            raise InputError(f"{self.path}: {said}; download all parts")
+            raise InputError(
+                f"{self.path}: one of {count} parts of a split GGUF file, and {missing[0]} is "
+                "not beside it; download all parts"
+            )
         files = [self if path == self.path else GgufFile(path) for path in paths]
         names = official_names(name for file in files for name in file._stored_names.values())
         for file in files:
@@ -205,8 +207,10 @@ class GgufFile(TensorFile):
 
 def unread(type_: str) -> str:
     """The end of a message about tensors of a type that is not read."""
-    advice = f"pass a file with other types, such as Q4_K or Q8_0 (read: {READ_TYPES})"
-    return f"of type {type_}, which is not read; {advice}"
+    return (
+        f"of type {type_}, which is not read; pass a file with other types, such as Q4_K or "
+        f"Q8_0 (read: {READ_TYPES})"
+    )
 
 
 def split_parts(path: Path) -> list[Path]:
@@ -251,8 +255,10 @@ class HeaderReader:
         self.strings = 0
 
     def damaged(self, found: str) -> InputError:
-        said = f"truncated or damaged GGUF file ({len(self.data)} bytes; {found})"
-        return InputError(f"{self.path}: {said}; download it again")
+        return InputError(
+            f"{self.path}: truncated or damaged GGUF file ({len(self.data)} bytes; {found}); "
+            "download it again"
+        )
 
     def skip(self, count: int) -> int:
         """Position of the next `count` bytes, which are skipped."""
@@ -260,8 +266,10 @@ class HeaderReader:
         if self.at <= self.end:
             return begin
         if self.end < len(self.data):
-            said = f"its header is larger than {MAX_HEADER_BYTES} bytes"
-            raise InputError(f"{self.path}: {said}; pass another file")
+            raise InputError(
+                f"{self.path}: its header is larger than {MAX_HEADER_BYTES} bytes; pass "
+                "another file"
+            )
         raise self.damaged("it ends within its header")
 
     def number(self, code: str) -> Any:
@@ -301,8 +309,9 @@ class HeaderReader:
             if name in tensors:
                 raise self.damaged(f"two tensors {name}")
             if offset % alignment:
-                expected = f"expected a multiple of {alignment}"
-                raise self.damaged(f"tensor {name} is at {offset}, {expected}")
+                raise self.damaged(
+                    f"tensor {name} is at {offset}, expected a multiple of {alignment}"
+                )
             shape = values.get(ORIGINAL_SHAPE + name, info.shape)
             whole = isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
             if not whole or math.prod(shape) != math.prod(info.shape):
@@ -316,8 +325,9 @@ class HeaderReader:
     def name(self, what: str) -> str:
         name = self.text()
         if not name.isprintable() or len(name) > MAX_NAME or "\ufffd" in name:
-            expected = f"not printable or longer than {MAX_NAME}"
-            raise self.damaged(f"the name of a {what} is {expected}: {name[:40]!r}")
+            raise self.damaged(
+                f"the name of a {what} is not printable or longer than {MAX_NAME}: {name[:40]!r}"
+            )
         return name
 
     def value(self, key: str) -> Any:
@@ -344,8 +354,9 @@ class HeaderReader:
             raise self.damaged(f"key {key} is an array of values of unknown type {kind}")
         self.strings += count
         if self.strings > MAX_STRINGS:
-            expected = f"expected at most {MAX_STRINGS}"
-            raise self.damaged(f"{self.strings} strings up to key {key}, {expected}")
+            raise self.damaged(
+                f"{self.strings} strings up to key {key}, expected at most {MAX_STRINGS}"
+            )
         if key in self.keep:
             return tuple(self.text() for _ in range(count))
         for _ in range(count):
@@ -369,8 +380,10 @@ class HeaderReader:
             return name, TensorInfo(shape, DTYPES[PLAIN[code]]), offset
         block = BLOCKS[code]
         if not shape or shape[-1] % block.weights:
-            expected = f"rows of {block.name} are of whole blocks of {block.weights}"
-            raise self.damaged(f"tensor {name} has the sizes {list(shape)}, {expected}")
+            raise self.damaged(
+                f"tensor {name} has the sizes {list(shape)}, rows of {block.name} are of whole "
+                f"blocks of {block.weights}"
+            )
         size = math.prod(shape) // block.weights * block.size
         dtype = F32 if block.read else UNREAD
         packed = Packed(shape, dtype, block.name, size, block.weights, block.name)

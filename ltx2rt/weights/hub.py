@@ -239,8 +239,10 @@ def _lora(repo: Repo, sizes: dict[str, int]) -> Path:
     chosen = [repo.file] if repo.file else [n for n in LORA_FILES if n in found][:1] or found
     if len(chosen) != 1 or chosen[0] not in sizes:
         named = f"no {repo.file}; " if repo.file else ""
-        advice = f"name one file of it, such as {repo.name}/FILE.safetensors"
-        raise InputError(f"{repo.name}: {named}{', '.join(found) or 'no LoRA'}; {advice}")
+        raise InputError(
+            f"{repo.name}: {named}{', '.join(found) or 'no LoRA'}; name one file of it, such "
+            f"as {repo.name}/FILE.safetensors"
+        )
     config = str(Path(chosen[0]).parent / ADAPTER_CONFIG)
     return _download(repo, sizes, [*chosen, *([config] if config in sizes else [])]) / chosen[0]
 
@@ -299,8 +301,10 @@ def _mains(listing: Repository, parts: Parts, chooser: Chooser) -> dict[str, Any
         return {repo.file: mains.get(repo.file)}
     if not mains:
         said = "".join(f"; not readable: {line}" for line in parts.unreadable)
-        advice = f"pass another repository, or a folder, as --model{said}"
-        raise InputError(f"{repo.name}: no checkpoint of LTX-2 in it; {advice}")
+        raise InputError(
+            f"{repo.name}: no checkpoint of LTX-2 in it; pass another repository, or a folder, "
+            f"as --model{said}"
+        )
     kinds: dict[str | None, dict[Any, int]] = {}
     for file in parts.files["main"] if len(mains) > 1 else ():
         kinds.setdefault(kind_by_name(file.path.name), {})[file] = file.transformer_bytes()
@@ -353,8 +357,10 @@ def _cached(repo: Repo, cache_folder: Path) -> Path:
     folder = root / "snapshots" / (ref.read_text().strip() if ref.is_file() else repo.revision)
     path = folder / (repo.file or "")
     if not path.exists():
-        said = f"{repo.name}: neither a path nor in the hub's cache ({path}), and this run is"
-        raise InputError(f"{said} offline; run `ltx2rt weights fetch {repo.name}` online first")
+        raise InputError(
+            f"{repo.name}: neither a path nor in the hub's cache ({path}), and this run is "
+            f"offline; run `ltx2rt weights fetch {repo.name}` online first"
+        )
     return path
 
 

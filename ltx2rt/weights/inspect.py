@@ -107,8 +107,9 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     lacking = (part for part in expected if part.name not in checkpoint.sources)
     missing = [f"{part.word} ({part.flag})" for part in lacking]
     if not (checkpoint.loras_found or checkpoint.distilled):
-        said = f"{word_of('lora')} ({PARTS['lora'].flag})"
-        missing.append(f"{said}, unless the checkpoint is a distilled one")
+        missing.append(
+            f"{word_of('lora')} ({PARTS['lora'].flag}), unless the checkpoint is a distilled one"
+        )
     if checkpoint.tokenizer is None:
         missing.append("tokenizer.json (--text-encoder)")
     sources = checkpoint.sources

@@ -153,8 +153,10 @@ class LoraFile(TensorFile):
             if key.part in ROWS:
                 count, rest = divmod((*info.shape, 0)[0], len(own))
                 if rest or not count:
-                    said = f"{name} is {list(info.shape)}, expected rows of {len(own)} projections"
-                    raise InputError(f"{self.path}: {said}; pass another file")
+                    raise InputError(
+                        f"{self.path}: {name} is {list(info.shape)}, expected rows of "
+                        f"{len(own)} projections; pass another file"
+                    )
                 info = TensorInfo((count, *info.shape[1:]), info.dtype)
                 step = info.nbytes
             for i, module in enumerate(own):
@@ -244,8 +246,10 @@ def _modules(file: TensorFile) -> tuple[dict[str, dict[str, str]], list[str]]:
     unknown += [modules.pop(module)["alpha"] for module in sorted(lone)]
     halves = [m for m, parts in modules.items() if len({"up", "down"} & parts.keys()) == 1]
     if halves:
-        said = f"{len(halves)} modules have only one half of their pair"
-        raise InputError(f"{file.path}: {said}: {collapse(sorted(halves))}")
+        raise InputError(
+            f"{file.path}: {len(halves)} modules have only one half of their pair: "
+            f"{collapse(sorted(halves))}"
+        )
     return modules, unknown
 
 
@@ -256,12 +260,14 @@ def reference_factors(paths: Iterable[Path]) -> tuple[int, int]:
     for path, key in product(paths, FACTORS):
         text = TensorFile(path).metadata.get(key, "1")
         if not re.fullmatch(r"[1-9]\d{0,2}", text):
-            expected = "expected a whole number from 1 to 999"
-            raise InputError(f"{path}: its {key} is {text[:80]!r}, {expected}")
+            raise InputError(
+                f"{path}: its {key} is {text[:80]!r}, expected a whole number from 1 to 999"
+            )
         if int(text) > 1 and found.setdefault(key, (int(text), path))[0] != int(text):
             first, other = found[key]
-            said = f"{key} is {first} in {other} and {text} in {path}"
-            raise InputError(f"--lora: {said}; give LoRAs that agree")
+            raise InputError(
+                f"--lora: {key} is {first} in {other} and {text} in {path}; give LoRAs that agree"
+            )
     space, time = (found.get(key, (1, None))[0] for key in FACTORS)
     return space, time
 
@@ -280,8 +286,10 @@ def check_lora(lora: Lora, version: tuple[int, ...], allow_partial: bool = False
     own = version_tuple(lora.file.metadata.get("model_version"))
     if own and version and not of_version(own).goes_with(of_version(version)):
         words = [".".join(map(str, found)) for found in (own, version)]
-        said = f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of"
-        raise InputError(f"{said} its release, or --lora-allow-partial to merge what fits")
+        raise InputError(
+            f"{lora.path}: a LoRA of LTX-{words[0]}, the model is LTX-{words[1]}; pass one of "
+            "its release, or --lora-allow-partial to merge what fits"
+        )
 
 
 def merge(weight: np.ndarray, factors: Sequence[Factors], rounded: bool) -> np.ndarray:
@@ -344,8 +352,10 @@ class MergedSource:
         self._merge = merge
         files = [lora.path.resolve() for lora in loras]
         if twice := [str(lora.path) for lora in loras if files.count(lora.path.resolve()) > 1]:
-            said = f"the same LoRA twice ({' and '.join(twice)}); give it once, with its strength"
-            raise InputError(f"{twice[-1]}: {said}")
+            raise InputError(
+                f"{twice[-1]}: the same LoRA twice ({' and '.join(twice)}); give it once, with "
+                "its strength"
+            )
         self._changes: dict[str, list[tuple[Lora, Change]]] = {}
         self.fitting: list[set[str]] = []  # tensors, of each LoRA
         self.merges = [self._match(lora, allow_partial) for lora in loras]
@@ -446,8 +456,10 @@ def merge_to_file(
     def home(name: str) -> TensorReader:
         source = checkpoint.sources.get(part_of(name))
         if source is None or name not in set(source.names()):
-            advice = "`ltx2rt weights inspect --json` lists the official names"
-            raise InputError(f"{checkpoint.path}: no tensor {name}; {advice}")
+            raise InputError(
+                f"{checkpoint.path}: no tensor {name}; `ltx2rt weights inspect --json` lists "
+                "the official names"
+            )
         return merged if part_of(name) in ("transformer", "text", "gemma") else source
 
     homes, kind = {name: home(name) for name in tensor_names}, np.dtype(dtype)

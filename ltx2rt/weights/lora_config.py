@@ -68,8 +68,10 @@ class Config:
         found = keys.get("rank", None) if found is None else found  # as finetrainers has it
         r = _number(keys, "r", rank if found is None else found)
         if rank and r != rank:
-            said = f"{keys.where}: r is {r:g} for {module}, its tensors have rank {rank}; pass the"
-            raise InputError(f"{said} config that belongs to the file, or take it away")
+            raise InputError(
+                f"{keys.where}: r is {r:g} for {module}, its tensors have rank {rank}; pass "
+                "the config that belongs to the file, or take it away"
+            )
         alpha = _by_module(keys, "alpha_pattern", module, ALPHA[kind])
         alpha = _number(keys, ALPHA[kind], r if alpha is None else alpha)
         return alpha / (math.sqrt(r) if keys.get("use_rslora", False) else r)

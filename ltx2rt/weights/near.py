@@ -201,8 +201,10 @@ def _donor(parts: Parts, main: TensorFile | TensorFolder) -> TensorFile | Tensor
 def _opened(path: Path) -> TensorFile | TensorFolder:
     file = open_tensors(path)
     if file_kind(file) != "main":
-        advice = "pass the main file or a folder with --model"
-        raise InputError(f"{path}: no LTX-2 checkpoint ({contents(file)}); {advice}")
+        raise InputError(
+            f"{path}: no LTX-2 checkpoint ({contents(file)}); pass the main file or a folder "
+            "with --model"
+        )
     return file
 
 

@@ -103,8 +103,9 @@ class Matrix:
             if child not in self.children:
                 raise InputError(f"{where} is absent, expected {expected}; {ADVICE}")
             info = self.file.info(f"{self.stem}.{child}")
-            found = f"{info.dtype} {list(info.shape)}"
-            raise InputError(f"{where} is {found}, expected {expected}; {ADVICE}")
+            raise InputError(
+                f"{where} is {info.dtype} {list(info.shape)}, expected {expected}; {ADVICE}"
+            )
 
     def need(self, what: str, **sizes: int) -> None:
         """Check that companions are there, with this many numbers. Raises InputError."""

@@ -166,8 +166,10 @@ def _upsampler(name: str, word: str, dims: int, ratio: int, **more: Any) -> Part
 
     def check(found: Any, model: ModelConfig, where: str) -> None:
         if dims == 5 and not found.temporal:
-            said = f"{where} is a {found.kind} upsampler, expected a temporal one"
-            raise InputError(f"{flag}: {said}; pass this one with --upsampler")
+            raise InputError(
+                f"{flag}: {where} is a {found.kind} upsampler, expected a temporal one; pass "
+                "this one with --upsampler"
+            )
         latent_upsampler.check(found, model, where, flag)
 
     def unread(found: Any, layout: str) -> dict[str, tuple[int, ...]]:

@@ -96,8 +96,9 @@ def check_release(file: TensorFile | TensorFolder, version: tuple[int, ...], fla
 def official_metadata(file: TensorFile | TensorFolder) -> Keys:
     """Its config's sections; those that are null, as the files of LTX-2.5 have them, are absent."""
     if "config" not in file.metadata:
-        advice = "pass the original file, not a re-saved one"
-        raise InputError(f"{file.path}: its metadata has no `config`; {advice}")
+        raise InputError(
+            f"{file.path}: its metadata has no `config`; pass the original file, not a re-saved one"
+        )
     found = parse_json(file.metadata["config"], f"{file.path}: config")
     return Keys(
         {k: section for k, section in found.data.items() if section is not None}, found.where
@@ -174,8 +175,9 @@ def official_sources(file: TensorFile | TensorFolder) -> dict[str, RenamedSource
         homes.setdefault(component_of(name), {})[unsaved(name)] = (file, name)
     homes.pop("", None)
     if stray := homes.pop(None, None):
-        said = f"{len(stray)} tensors belong to no component: {collapse(stray)}"
-        raise InputError(f"{file.path}: {said}")
+        raise InputError(
+            f"{file.path}: {len(stray)} tensors belong to no component: {collapse(stray)}"
+        )
     return {str(component): RenamedSource(file.path, home) for component, home in homes.items()}
 
 

@@ -143,8 +143,10 @@ def guess(m: Matrix) -> str:
         return ""
     texts = " ".join(f"{key} {value}" for key, value in m.file.metadata.items())
     if m.listed or ROTATION.search(texts):
-        said = f"nothing says whether {m.name} (int8) is rotated, as others in the file are"
-        raise InputError(f"{m.file.path}: {said}; {ADVICE}")
+        raise InputError(
+            f"{m.file.path}: nothing says whether {m.name} (int8) is rotated, as others in the "
+            f"file are; {ADVICE}"
+        )
     return "int8_tensorwise"
 
 
@@ -200,8 +202,10 @@ def _scaled(m: Matrix, said: Mapping[str, Any]) -> Recipe:
         scale = scale.reshape(1 if one else len(scale), -1)
         values = m.read("weight", rows, columns)
         if not m.scale and values.size and (values.view(np.uint8) & 127).max() == LARGEST[m.dtype]:
-            said = f"{m.name} holds the largest {m.dtype} and has no scale, which was lost"
-            raise InputError(f"{m.file.path}: {said}; {ADVICE}")
+            raise InputError(
+                f"{m.file.path}: {m.name} holds the largest {m.dtype} and has no scale, which "
+                f"was lost; {ADVICE}"
+            )
         return values, _expanded(scale, each, rows, columns)
 
     return Recipe(_packed(m, format, 1, group, stored_as), fields, KEPT.get(stored_as, SCALED))

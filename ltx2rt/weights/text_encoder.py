@@ -73,13 +73,17 @@ def gemma_keys(path: Path) -> Keys:
     """A Gemma folder's config.json, or the one that a file would have. Raises InputError."""
     if path.is_dir():
         if not (path / "config.json").is_file():
-            said = "no Gemma folder (it must hold config.json, or one text-encoder file)"
-            raise InputError(f"{path}: {said}; pass one with --text-encoder")
+            raise InputError(
+                f"{path}: no Gemma folder (it must hold config.json, or one text-encoder "
+                "file); pass one with --text-encoder"
+            )
         return read_json(path / "config.json")
     file = open_file(path)
     if file_kind(file) != "gemma":
-        expected = "a Gemma 3 folder or GGUF file, or a file of LTX-2.5"
-        raise InputError(f"{path}: no text encoder ({contents(file)}); pass {expected}")
+        raise InputError(
+            f"{path}: no text encoder ({contents(file)}); pass a Gemma 3 folder or GGUF file, "
+            "or a file of LTX-2.5"
+        )
     if file.architecture == GEMMA_GGUF:
         shape = file.info(EMBEDDING).shape if EMBEDDING in file.names() else ()
         if len(shape) != 2:
@@ -88,8 +92,10 @@ def gemma_keys(path: Path) -> Keys:
     if "gemma_config" in file.metadata:
         return parse_json(file.metadata["gemma_config"], f"{path}: gemma_config")
     if not plain_gemma3(file):
-        advice = "pass the original file, not a re-saved one"
-        raise InputError(f"{path}: its metadata has no `gemma_config`; {advice}")
+        raise InputError(
+            f"{path}: its metadata has no `gemma_config`; pass the original file, not a "
+            "re-saved one"
+        )
     shapes = {gemma_to_canonical(name): file.info(name).shape for name in file.names()}
     own = [name for name in shapes if name.startswith(GEMMA)]
     return gemma3.plain_gemma3({name.removeprefix(GEMMA): shapes[name] for name in own}, str(path))
@@ -101,8 +107,10 @@ def lone_gemma(path: Path, flag: str = "--text-encoder") -> Path:
         return path
     found = scan(path).files["gemma"]
     if len(found) > 1:
-        said = f"{path} has {len(found)} text encoders, {', '.join(map(str, found))}"
-        raise InputError(f"{flag}: {said}; name one of them")
+        raise InputError(
+            f"{flag}: {path} has {len(found)} text encoders, {', '.join(map(str, found))}; "
+            "name one of them"
+        )
     return found[0] if found else path
 
 
@@ -178,8 +186,9 @@ def no_tokenizer(model: Path, gemma: Path | None, found: Iterable[Path] = ()) ->
     """The refusal. model: the path that was passed. found: tokenizers that may be another's."""
     file = open_file(gemma) if gemma is not None and gemma.is_file() else None
     if file is None or not _needs_one(file):
-        advice = "pass a Gemma folder with one by --text-encoder"
-        return InputError(f"{model}: no tokenizer.json was found; {advice}")
+        return InputError(
+            f"{model}: no tokenizer.json was found; pass a Gemma folder with one by --text-encoder"
+        )
     several = list(map(str, found))
     said = f" ({len(several)} elsewhere: {', '.join(several)})" if several else ""
     said = f"{file.path}: no tokenizer.json beside it{said}; put the one of google/gemma-3-12b-it"

@@ -120,8 +120,10 @@ def _paired(where: str, found: dict[str, Any]) -> dict[str, Any]:
     ):
         one, other = (f"{len(found[name])} {name}" for name in pair)
         if len(found[pair[0]]) != len(found[pair[1]]):
-            said = f"{one} and {other}, expected as many; pass the checkpoint as it was released"
-            raise InputError(f"{where}: {said}")
+            raise InputError(
+                f"{where}: {one} and {other}, expected as many; pass the checkpoint as it was "
+                "released"
+            )
     return found
 
 

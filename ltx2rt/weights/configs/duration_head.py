@@ -41,8 +41,9 @@ def read_from(found: ConfigSource) -> DurationHeadConfig:
         keys = keys.inner(SECTION) if SECTION in keys else Keys({}, keys.where)
     names = [f"duration_head.{m}_input_proj.weight" for m in ("video", "audio")]
     if missing := [name for name in names if name not in set(source.names())]:
-        advice = "pass a complete duration head with --duration-head"
-        raise InputError(f"{keys.where}: no {missing[0]}; {advice}")
+        raise InputError(
+            f"{keys.where}: no {missing[0]}; pass a complete duration head with --duration-head"
+        )
     return duration_head(keys, found.layout, *(source.info(n).shape[-1] for n in names))
 
 
@@ -50,8 +51,10 @@ def check(config: DurationHeadConfig, model: ModelConfig, where: str) -> None:
     text = model.text
     found, taken = (text.video.width, text.audio.width), (config.video_width, config.audio_width)
     if found != taken:
-        said = f"{where}: a duration head for contexts {taken} wide (video, audio), the"
-        raise InputError(f"{said} checkpoint's are {found}; pass that one with --duration-head")
+        raise InputError(
+            f"{where}: a duration head for contexts {taken} wide (video, audio), the "
+            f"checkpoint's are {found}; pass that one with --duration-head"
+        )
 
 
 def to_json(d: DurationHeadConfig, layout: str) -> dict[str, Any]:

@@ -260,5 +260,7 @@ def check(config: GemmaConfig | Gemma4Config, text: TextConfig, where: str) -> N
         own, wanted = (
             f"hidden size {width} with {layers} layers" for width, layers in (found, taken)
         )
-        said = f"a Gemma of {own}, but the checkpoint's text projection takes {wanted}"
-        raise InputError(f"{where}: {said}; pass that one with --text-encoder")
+        raise InputError(
+            f"{where}: a Gemma of {own}, but the checkpoint's text projection takes {wanted}; "
+            "pass that one with --text-encoder"
+        )

@@ -36,8 +36,10 @@ class Keys:
 
     def need(self, key: str) -> Any:
         if key not in self.data:
-            advice = "pass a checkpoint with its full metadata"
-            raise InputError(f"{self.where}: required key {key} is absent; {advice}")
+            raise InputError(
+                f"{self.where}: required key {key} is absent; pass a checkpoint with its full "
+                "metadata"
+            )
         return self.data[key]
 
     def wrong(self, key: str, value: Any, expected: str) -> InputError:
@@ -93,8 +95,9 @@ class Keys:
         """Keys that have to be there with this value."""
         for key, value in expected.items():
             if (found := self.need(key)) != value:
-                said = f"{key} = {found!r} is not supported, expected {value!r}"
-                raise InputError(f"{self.where}: {said}")
+                raise InputError(
+                    f"{self.where}: {key} = {found!r} is not supported, expected {value!r}"
+                )
 
     def may(self, **expected: Any) -> None:
         """Check keys that mean this value when absent."""

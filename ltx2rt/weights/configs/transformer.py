@@ -98,8 +98,10 @@ def _widths(t: TransformerConfig) -> dict[str, int]:
 def _caption_before_connector(keys: Keys) -> bool:
     present = {key: keys.data[key] for key in CAPTION_KEYS if key in keys}
     if present and present != CAPTION_KEYS:
-        said = f"{present} is no known feature extractor; expected none of them or {CAPTION_KEYS}"
-        raise InputError(f"{keys.where}: {said}")
+        raise InputError(
+            f"{keys.where}: {present} is no known feature extractor; expected none of them or "
+            f"{CAPTION_KEYS}"
+        )
     return bool(present)
 
 
@@ -107,8 +109,10 @@ def official_text(keys: Keys, projection_in: int) -> TextConfig:
     """projection_in: input width of the text projection, = Gemma's hidden size x (layers + 1)."""
     hidden = keys.number("caption_channels")
     if projection_in % hidden:
-        said = f"takes {projection_in}, no multiple of caption_channels = {hidden}"
-        raise InputError(f"{keys.where}: the text projection {said}")
+        raise InputError(
+            f"{keys.where}: the text projection takes {projection_in}, no multiple of "
+            f"caption_channels = {hidden}"
+        )
     per_token = _caption_before_connector(keys)
 
     def connector(prefix: str) -> ConnectorConfig:

@@ -52,8 +52,10 @@ def official_encoder(keys: Keys, conv_in: tuple[int, ...]) -> VideoVaeConfig:
     inner.may(dims=3, norm_layer="pixel_norm")
     patch_size = isqrt(conv_in[1] // 3)
     if len(conv_in) != 5 or 3 * patch_size**2 != conv_in[1]:
-        said = f"first convolution is {list(conv_in)}, expected patches of RGB"
-        raise InputError(f"{keys.where}: its encoder's {said}")
+        raise InputError(
+            f"{keys.where}: its encoder's first convolution is {list(conv_in)}, expected "
+            "patches of RGB"
+        )
     return VideoVaeConfig(
         latent_channels=inner.number("out_channels"),
         patch_size=patch_size,
@@ -91,8 +93,9 @@ def _blocks(keys: Keys, key: str) -> list[tuple[str, Keys]]:
         raise InputError(f"{where}: expected a list of [name, parameters]")
     names = [str(name) for name, _ in blocks]
     if len(names) % 2 == 0 or any((n == "res_x") == i % 2 for i, n in enumerate(names)):
-        expected = "expected res_x blocks with one compress_* between each two"
-        raise InputError(f"{where}: {names}, {expected}")
+        raise InputError(
+            f"{where}: {names}, expected res_x blocks with one compress_* between each two"
+        )
     parameters = ({"num_layers": p} if isinstance(p, int) else p for _, p in blocks)
     return [(n, Keys(p, f"{where}.{n}")) for n, p in zip(names, parameters, strict=True)]
 
@@ -220,8 +223,10 @@ def _diffusers_decoder(keys: Keys) -> tuple[VaeStage, ...]:
     for i, stride in enumerate(_strides(keys, "upsample_type", count)):
         out, residual = widths[i] // factors[i], bool(residuals[i])
         if channels != out * factors[i]:
-            said = f"gets {channels} channels, its lists say {out * factors[i]}"
-            raise InputError(f"{keys.where}: decoder stage {i} {said}")
+            raise InputError(
+                f"{keys.where}: decoder stage {i} gets {channels} channels, its lists say "
+                f"{out * factors[i]}"
+            )
         samples.append(VaeStage("sample", channels, out, stride=stride, residual=residual))
         channels = out
     return chain(widths[0], layers, samples)
@@ -229,8 +234,10 @@ def _diffusers_decoder(keys: Keys) -> tuple[VaeStage, ...]:
 
 def diffusers_json(v: VideoVaeConfig) -> dict[str, Any]:
     if v.encoder[0].channels != v.latent_channels:
-        said = "diffusers ties the encoder's first width to the latent channels,"
-        raise InputError(f"{said} {v.latent_channels}; found {v.encoder[0].channels}")
+        raise InputError(
+            "diffusers ties the encoder's first width to the latent channels, "
+            f"{v.latent_channels}; found {v.encoder[0].channels}"
+        )
     downs, ups = v.encoder[1::2], v.decoder[1::2]
     return {
         "_class_name": "AutoencoderKLLTX2Video",
