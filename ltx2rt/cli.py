@@ -243,12 +243,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except InputError as error:
         return _fail(str(error), BAD_INPUT, crew)
     except PermissionError as error:
-        return _fail(
-            f"{error.filename or 'a file'}: {error.strerror or error}; change its permissions, "
-            "or run as its owner",
-            BAD_INPUT,
-            crew,
-        )
+        what = f"{error.filename or 'a file'}: {error.strerror or error}"
+        return _fail(f"{what}; change its permissions, or run as its owner", BAD_INPUT, crew)
     except NotWritten as error:
         return _fail(str(error), FAILED, crew)
     except Exception as error:

@@ -43,6 +43,7 @@ SYNC_S = 0.02
 COUNTED = ("mov,mp4,m4a,3gp,3g2,mj2", "wav", "flac")
 UNKNOWN_BYTES = 2**31 - 2**20  # and more: in WAV of a recorder that did not know the size
 BLOCK = 2**18  # samples at once
+TWICE_S = 1  # that times of sound may go back, as a file holds it twice; beyond, they are wrong
 MAX_RIFF_BYTES = 2**32 - 2**10  # sizes have 32 bits
 LOUDEST = 2**6  # 36 dB over full scale: no mix reaches it, but whole numbers of 8 bits as floats do
 # Parameters of the low-pass: torchaudio's defaults, which the reference takes.
@@ -89,8 +90,12 @@ def sound_blocks(
     More than two channels are mixed to stereo by libswresample's matrix, which `say` hears of; in
     a layout that it does not know, odd ones are left and even ones right.
 
-    Raises InputError if there is no sound, nothing of it can be decoded, it has times that go back,
-    or is far beyond full scale.
+    Sound at times that were given before is left out; from where times go back by over TWICE_S, or
+    stand still, it is counted off, and times count no more. Numbers, channels and a rate that
+    change are brought to the first ones.
+
+    Raises InputError if there is no sound, nothing of it can be decoded, or it is far beyond full
+    scale.
     """
     from av.error import FFmpegError
 
@@ -106,8 +111,8 @@ def sound_blocks(
         raise InputError(f"{path}: its sound is of no known codec; save it again as WAV")
     for sentence in choice.said:
         say(f"{path}: {sentence}")
-    cut = start_s, max_duration_s, on_time, say
-    sides = [_blocks(path, index, *cut) for index in choice.indices]
+    tracks = [_Track(path, i, start_s, max_duration_s, on_time) for i in choice.indices]
+    sides = [_blocks(track, say) for track in tracks]
     yield from sides[0] if len(sides) == 1 else _paired(sides)
 
 
@@ -128,35 +133,32 @@ def _paired(sides: Sequence[Iterator[tuple[int, np.ndarray]]]) -> Iterator[tuple
         yield rate, np.concatenate([np.pad(x, ((0, 0), (0, size - x.shape[1]))) for x in held])
 
 
-def _blocks(
-    path: Path, index: int, start_s: float, max_duration_s: float | None, on_time: bool,
-    say: Callable[[str], None],
-) -> Iterator[tuple[int, np.ndarray]]:  # fmt: skip
+def _blocks(track: _Track, say: Callable[[str], None]) -> Iterator[tuple[int, np.ndarray]]:
     """As `sound_blocks`, of one stream."""
-    track = _Track(path, start_s, max_duration_s, on_time)
-    for frame in _decoded(path, index, track):
+    for frame in _decoded(track):
         for block in track.samples(frame):
             yield track.rate, block
     if track.form is None:
         raise track.unreadable()
+    track.leave_out()
     for block in track.silence(track.unread_s):
         yield track.rate, block
     if not track.given:
-        late = f"ends before {start_s:g} s; start earlier"
+        late = f"ends before {track.start_s:g} s; start earlier"
         where = late if track.position else "is empty; pass another file"
-        raise InputError(f"{path}: its sound {where}")
+        raise InputError(f"{track.path}: its sound {where}")
     for sentence in track.sentences():
-        say(f"{path}: {sentence}")
+        say(f"{track.path}: {sentence}")
 
 
-def _decoded(path: Path, index: int, track: _Track) -> Iterator[Any]:
+def _decoded(track: _Track) -> Iterator[Any]:
     """The stream's frames, up to the end of the wanted part. Raises InputError."""
     from av.error import FFmpegError
 
     try:
-        with opened(path) as container:
-            stream = container.streams[index]
-            track.promised_s = _promised_s(path, container, stream)
+        with opened(track.path) as container:
+            stream = container.streams[track.index]
+            track.promised_s = _promised_s(track.path, container, stream)
             for packet in container.demux(stream):
                 try:
                     frames = packet.decode()
@@ -168,7 +170,7 @@ def _decoded(path: Path, index: int, track: _Track) -> Iterator[Any]:
                     if track.position >= track.stop:
                         return
     except (FFmpegError, OSError) as error:
-        raise InputError(f"{path}: no readable sound ({error}); save it again as WAV") from error
+        raise track.unreadable(error) from error
 
 
 @dataclass
@@ -177,12 +179,15 @@ class _Track:
 
     Samples `skip` to `stop` are wanted, `position` is behind the last one decoded, `given` of them
     have been yielded. unread_s: length of packets, since the latest frame, that cannot be decoded.
-    lost: when the file has lost sound, and for how many seconds. longest: samples of its longest
-    frame. form: kind of numbers, channels and rate; mixed: the layout of more than two channels,
-    which is unknown to libswresample or not.
+    lost: when the file has lost sound, and for how many seconds; twice: when it has sound at times
+    that were given before. held: such frames, until a later one comes. counted: since when times
+    do not count. longest: samples of its longest frame. form: kind of numbers, channels and rate;
+    mixes: the one that the mixer takes; changes: since when another is there. mixed: the layout of
+    more than two channels, which is unknown to libswresample or not.
     """
 
     path: Path
+    index: int
     start_s: float
     max_duration_s: float | None
     on_time: bool
@@ -200,8 +205,13 @@ class _Track:
     mixed: str = ""
     unknown: bool = False
     mixer: Any = None
+    mixes: tuple[str, int, int] | None = None
     error: Exception | None = None
+    changes: float | None = None
+    counted: float | None = None
+    held: list[Any] = field(default_factory=list)
     lost: list[tuple[float, float]] = field(default_factory=list)
+    twice: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def ends_s(self) -> float:
@@ -212,26 +222,44 @@ class _Track:
         self.error = self.error or error
         self.unread_s += float((packet.duration or 0) * (packet.time_base or 0))
 
-    def unreadable(self) -> InputError:
-        if self.error is None:
-            return InputError(f"{self.path}: its sound is empty; pass another file")
-        text = f"{self.path}: no readable sound ({self.error}); save it again as WAV"
-        return InputError(text)
+    def unreadable(self, error: Exception | None = None) -> InputError:
+        if error := error or self.error:
+            return InputError(f"{self.path}: no readable sound ({error}); save it again as WAV")
+        return InputError(f"{self.path}: its sound is empty; pass another file")
 
     def samples(self, decoded: Any) -> Iterator[np.ndarray]:
-        """The next frame, after silence for samples lost before it."""
-        frame, kind = self._stereo(decoded), decoded.format.name.removesuffix("p")
-        form = kind, decoded.layout.nb_channels, decoded.sample_rate
-        if self.form is None:
-            self._begin(form, decoded, frame)
-            if self.skip < 0:
-                yield from self._wanted(np.zeros((self.channels, -self.skip), np.float32))
-        if form != self.form:
-            raise InputError(
-                f"{self.path}: its sound changes from {self.form} to {form}; save it again as WAV"
-            )
-        yield from self.silence(self._late_s(frame))
-        samples = _numbers(frame, self.skip - self.position, self.stop - self.position)
+        """The next frame, after silence for lost samples, without those that were given before."""
+        for frame in self._formed(decoded):
+            if self.form is None:
+                self._begin(decoded, frame)
+                yield from self._wanted(np.zeros((self.channels, max(-self.skip, 0)), np.float32))
+            late_s = self._late_s(frame)
+            again = round(max(-late_s, 0.0) * self.rate)
+            if again and frame.samples - again < SYNC_S * self.rate:
+                self.held.append(frame)
+                stands = len(self.held) > 1 and frame.time <= self.held[0].time
+                if stands or frame.time < self.ends_s - TWICE_S:
+                    yield from self._count_off()
+                continue
+            self.leave_out(again)
+            yield from self.silence(max(late_s, 0.0))
+            yield from self._played(frame, again)
+
+    def _count_off(self) -> Iterator[np.ndarray]:
+        self.counted, held, self.held = self.ends_s, self.held, []
+        for frame in held:
+            yield from self._played(frame)
+
+    def leave_out(self, again: int = 0) -> None:
+        """Leave out the frames that are held, and samples of the next one."""
+        if again := again + sum(frame.samples for frame in self.held):
+            self.twice.append((self.ends_s, again / self.rate))
+        self.held = []
+
+    def _played(self, frame: Any, first: int = 0) -> Iterator[np.ndarray]:
+        """Its samples from `first` on that are wanted. Raises InputError."""
+        before = self.position - first
+        samples = _numbers(frame, max(self.skip - before, first), self.stop - before)
         if len(samples) > self.channels:
             samples = np.stack([samples[side::2].mean(0) for side in (0, 1)])
         if not np.isfinite(samples).all():
@@ -241,7 +269,7 @@ class _Track:
                 f"{self.path}: its samples reach {peak:.3g}, expected -1 to 1; divide them by "
                 "their full scale, which is 32768 for numbers of 16 bits"
             )
-        self.position += frame.samples
+        self.position += frame.samples - first
         self.longest = max(self.longest, frame.samples)
         yield from self._wanted(samples)
 
@@ -260,72 +288,92 @@ class _Track:
             self.given += samples.shape[1]
             yield samples
 
-    def _begin(self, form: tuple[str, int, int], decoded: Any, frame: Any) -> None:
+    def _begin(self, decoded: Any, frame: Any) -> None:
         kind = frame.format.name.removesuffix("p")
         if kind not in LEVELS:
-            known = ", ".join(LEVELS)
             raise InputError(
-                f"{self.path}: its samples are {kind}, known: {known}; save it again in 16, 24 "
+                f"{self.path}: its samples are {kind}, known: {', '.join(LEVELS)}; save it again in 16, 24 "
                 "or 32 bits"
             )
         check_rate(self.path, frame.sample_rate)
-        self.form, self.rate = form, frame.sample_rate
+        self.form, self.rate = _form(decoded), frame.sample_rate
         self.channels = min(frame.layout.nb_channels, 2)
         self.first_s = (frame.time or 0.0) - self.unread_s
-        self.mixed = decoded.layout.name if form[1] > 2 else ""
+        self.mixed = decoded.layout.name if decoded.layout.nb_channels > 2 else ""
         skip = round((self.start_s - self.first_s) * self.rate)
         self.skip = skip if self.on_time else max(skip, 0)
         if self.max_duration_s is not None:
             self.stop = self.skip + round(self.max_duration_s * self.rate)
 
-    def _stereo(self, decoded: Any) -> Any:
-        """The frame, of more than two channels mixed to stereo, unless their layout is unknown."""
+    def _formed(self, decoded: Any) -> Sequence[Any]:
+        """The frame in the first one's form, of which more than two channels are mixed to stereo,
+        unless their layout is unknown."""
         from av import AudioResampler
         from av.error import FFmpegError
 
-        if decoded.layout.nb_channels <= 2 or self.unknown:
-            return decoded
-        self.mixer = self.mixer or AudioResampler("fltp", "stereo", decoded.sample_rate)
+        form = _form(decoded)
+        if self.form in (None, form) and (form[1] <= 2 or self.unknown):
+            return [decoded]
+        if form != self.mixes:
+            layout = "mono" if self.form and self.channels == 1 else "stereo"
+            rate = self.rate if self.form else form[2]
+            self.mixer, self.mixes = AudioResampler("fltp", layout, rate), form
+        if self.form not in (None, form):
+            self.changes = self.changes or self.ends_s
         try:
-            (frame,) = self.mixer.resample(decoded)
+            frames = self.mixer.resample(decoded)
         except FFmpegError:
-            self.unknown = self.form is None
-            return decoded
-        frame.pts, frame.time_base = decoded.pts, decoded.time_base
-        return frame
+            self.unknown = self.unknown or self.form is None
+            return [decoded] if self.form is None else []
+        if len(frames) == 1 and frames[0].samples == decoded.samples:
+            frames[0].pts, frames[0].time_base = decoded.pts, decoded.time_base
+        return frames
 
     def _late_s(self, frame: Any) -> float:
-        """Delay of a frame after the samples before it, 0 within SYNC_S unless a packet between
-        them cannot be decoded. Raises InputError if the frame is early: its times and samples
-        contradict each other, and either may be wrong."""
+        """Delay of a frame after the samples before it, below 0 if it is early; 0 within SYNC_S
+        unless a packet between them cannot be decoded."""
         unread_s, self.unread_s = self.unread_s, 0.0
-        late_s = unread_s if frame.time is None else frame.time - self.ends_s
-        if late_s < -SYNC_S:
-            raise InputError(
-                f"{self.path}: at {self.ends_s:.4g} s the times of its sound go back by "
-                f"{-late_s:.3g} s; copy it again, or save it again as WAV"
-            )
+        if frame.time is None or self.counted is not None:
+            return unread_s
+        late_s = frame.time - self.ends_s
         if abs(late_s - unread_s) < SYNC_S:  # a container rounds times, and not lengths
             return unread_s
-        return late_s if late_s > SYNC_S else 0.0
+        return late_s if abs(late_s) > SYNC_S else 0.0
 
     def sentences(self) -> Iterator[str]:
         """Sentences about sound that is mixed, missing or shorter than in its header."""
         if self.mixed:
             how = ", odd channels left, even ones right" if self.unknown else ""
             yield f"its sound ({self.mixed}) is mixed to stereo{how}"
+        if self.changes is not None:
+            first = f"the {self.rate} Hz and channels ({self.channels}) of its beginning"
+            yield f"its sound changes at {self.changes:.4g} s; it is brought to {first}"
         if self.lost:
-            lost_s, where = sum(s for _, s in self.lost), f"at {self.lost[0][0]:.4g} s"
-            if len(self.lost) > 1:
-                where = f"in {len(self.lost)} places, the first {where}"
             how = "cannot be decoded" if self.error else "are missing"
-            yield f"{lost_s:.3g} s of its sound {how} {where}; silence is put there"
+            yield _where(self.lost, how) + "; silence is put there"
+        if self.twice:
+            yield _where(self.twice, "come twice") + "; the second is left out"
+        if self.counted is not None:
+            where = f"at {self.counted:.4g} s"
+            yield f"the times of its sound go back {where}; it is counted off from there"
         late_s = 2 * self.longest / self.rate  # a codec adds a frame or less
         if self.position < self.stop and self.promised_s - self.ends_s > late_s:
             yield (
                 f"its sound ends at {self.ends_s:.4g} s, its header says {self.promised_s:.4g} "
                 "s; if it is cut, copy it again"
             )
+
+
+def _form(frame: Any) -> tuple[str, int, int]:
+    return frame.format.name, frame.layout.nb_channels, frame.sample_rate
+
+
+def _where(parts: Sequence[tuple[float, float]], how: str) -> str:
+    """A sentence about parts of the sound, by their times and lengths."""
+    where = f"at {parts[0][0]:.4g} s"
+    if len(parts) > 1:
+        where = f"in {len(parts)} places, the first {where}"
+    return f"{sum(length_s for _, length_s in parts):.3g} s of its sound {how} {where}"
 
 
 def _promised_s(path: Path, container: Any, stream: Any) -> float:

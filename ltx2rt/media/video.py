@@ -178,11 +178,14 @@ def _animated_info(path: Path, flag: str, most: int | None) -> VideoInfo:
     odd = (ODD.format(*size),) if size[0] % 2 or size[1] % 2 else ()
     mean = Fraction(len(times)) / end
     timed = _timed(times, mean, (mean,), end - times[-1])
-    said = (timed.said,) if timed.said else ()
     hidden = (ALPHA,) if alpha else ()
     width, height = (side // 2 * 2 for side in size)
     shown = timed.times_s[:most]
-    how = {"varies": timed.varies, "resampled": timed.resampled, "ignored": (*hidden, *odd, *said)}
+    how = {
+        "varies": timed.varies,
+        "resampled": timed.resampled,
+        "ignored": (*hidden, *odd, *timed.said),
+    }
     return VideoInfo(width, height, len(shown), timed.fps, 0, False, shown, **how)
 
 
@@ -208,12 +211,7 @@ def is_animated_webp(path: Path) -> bool:
     """Tell by the header: a file of several pictures."""
     with path.open("rb") as file:
         start = file.read(21)
-    return (
-        start[:4] == b"RIFF"
-        and start[8:16] == b"WEBPVP8X"
-        and start[20:] >= b"\2"
-        and bool(start[20] & 2)
-    )
+    return start[:4] + start[8:16] == b"RIFFWEBPVP8X" and start[20:] > b"" and start[20] & 2 > 0
 
 
 @lru_cache(maxsize=32)
@@ -237,7 +235,7 @@ def _info(path: Path, flag: str, most: int | None, track: int | None, state: Any
             ignored.append("its sound is of no known codec, and is left out")
         header = stream.average_rate, stream.guessed_rate
         timed = _timed(scan.times, fps, header, scan.length)
-        ignored += [timed.said] if timed.said else []
+        ignored += timed.said
         begins_s = min(scan.begins, default=timed.times_s[0])
         if (late_s := float(timed.times_s[0] - begins_s)) > 1.5 / float(fps):
             ignored.append(f"its first {late_s:.3g} s cannot be decoded, and are left out")
@@ -307,13 +305,13 @@ def _hides(frame: Any) -> bool:
 @dataclass(frozen=True)
 class _Timed:
     """A clip's rate and the time of each of its frames. resampled: whether they are found by time
-    among the file's; varies: as of `VideoInfo`; said: a sentence about what was changed."""
+    among the file's; varies: as of `VideoInfo`; said: sentences about what was changed."""
 
     fps: Fraction
     times_s: tuple[Fraction, ...]
     resampled: bool = False
     varies: Fraction = Fraction(0)
-    said: str = ""
+    said: tuple[str, ...] = ()
 
 
 def _timed(
@@ -332,21 +330,21 @@ def _timed(
     times = [time for time in given if time is not None]
     back = sum(b <= a for a, b in pairwise(times))
     damaged = f"its timestamps are damaged; its frames are read at {float(fps):.4g} fps"
-    counted = _Timed(fps, tuple(i / fps for i in range(len(given))), said=damaged)
+    counted = _Timed(fps, tuple(i / fps for i in range(len(given))), said=(damaged,))
     if len(times) < len(given):
-        return replace(counted, said="")
+        return replace(counted, said=())
     if 2 * back >= len(times) > 1:
         return counted
     found = _rate(times, header)
     for i in range(1, len(times)):
         if times[i] <= times[i - 1]:
             times[i] = times[i - 1] + 1 / (found or fps)
-    said = f"its timestamps go back in {back} places; frames are counted off there" if back else ""
+    said = [f"its timestamps go back in {back} places; frames are counted off there"] * (back > 0)
     constant = is_constant(times, fps)
     rate = fps if constant else found
     longer_s = length_s if len(times) > 1 and length_s > 3 / (2 * (rate or fps)) else 0
     if constant and not longer_s:
-        return _Timed(fps, tuple(times), said=said)
+        return _Timed(fps, tuple(times), said=tuple(said))
     mean = (len(times) - 1) / (times[-1] - times[0])
     nearest = min(COMMON_RATES, key=lambda common: abs(common - mean))
     steps = [b - a for a, b in pairwise(times)]
@@ -358,10 +356,9 @@ def _timed(
     if count > max(LONGEST_S * one, REPEATED * len(times)):
         return counted
     if rate and count > len(times):
-        more = f"it lacks {count - len(times)} frames; the one before each gap is shown longer"
-        said = f"{said}; {more}" if said else more
+        said += [f"it lacks {count - len(times)} frames; the one before each gap is shown longer"]
     shown = tuple(times[0] + i / one for i in range(count))
-    return _Timed(one, shown, True, Fraction(0) if rate else mean, said)
+    return _Timed(one, shown, True, Fraction(0) if rate else mean, tuple(said))
 
 
 def _rate(times: Sequence[Fraction], header: Sequence[Fraction | None]) -> Fraction | None:

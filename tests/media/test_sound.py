@@ -6,13 +6,14 @@ import os
 import re
 import struct
 from fractions import Fraction
+from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 
 from ltx2rt.media.mp4 import write_mp4
-from ltx2rt.media.sound import LEVELS, read_sound, resample, resampled, write_wav
+from ltx2rt.media.sound import LEVELS, _Track, read_sound, resample, resampled, write_wav
 from tests.conftest import refused
 
 RATE = 12000
@@ -227,15 +228,64 @@ def test_lost_sound_becomes_silence_and_what_follows_stays_on_time(tmp_path, cap
     assert read_sound(gap, 0.1, 0.7)[0].shape[1] == round(0.7 * RATE)
 
 
-def test_times_may_be_rounded_and_may_not_go_back(tmp_path):
+def test_times_may_be_rounded(tmp_path):
     samples = (signal(RATE, 12000) * 2**15).astype(np.int16)
     whole = stored(tmp_path / "whole.mka", "flac", samples)
     near = remuxed(whole, tmp_path / "near.mka", lambda number: 0.018 * (number % 2))
     found, _ = read_sound(near, say=pytest.fail)
     np.testing.assert_array_equal(found, samples / np.float32(2**15))
-    back = remuxed(whole, tmp_path / "back.mka", lambda number: 0.05 * (number < 5))
-    with refused(r"at 0\.53 s the times of its sound go back by 0\.05 s"):
-        read_sound(back)
+
+
+FRAME = 576  # samples, 48 ms
+TWICE, COUNTED = "come twice at {} s; the second is left out", "go back at {} s; it is counted off"
+
+
+@pytest.mark.parametrize(
+    ("order", "times", "heard", "says"),
+    [
+        ([0, 1, 2, 3, 3, 4, 5], None, range(6), TWICE.format(0.192)),  # one repeated
+        ([0, 1, 2, 3, 1, 2, 3, 4], None, range(5), TWICE.format(0.192)),  # several
+        ([0, 1, 2, 2], None, range(3), TWICE.format(0.144)),  # the last one
+        ([0, 1, 3, 2, 4], None, [0, 1, None, 3, 4], "missing at 0.096 s"),  # two exchanged
+        (range(6), [0] * 6, range(6), COUNTED.format(0.048)),  # no clock
+        (range(30), [*range(28), 0, 1], range(30), COUNTED.format(1.344)),  # it begins again, late
+        (range(60), [*range(24), *range(36)], range(60), COUNTED.format(1.152)),  # and early
+    ],
+)
+def test_sound_at_times_that_go_back_is_used(order, times, heard, says):
+    """Containers differ in the times that they let a writer store, so frames come as decoded.
+    heard: numbers of the source's frames, None: silence."""
+    samples = (signal(RATE, FRAME * 60) * 2**15).astype(np.int16)
+    track, found = _Track(Path("a.avi"), 0, 0.0, None, False), []
+    for number, time in zip(order, times or order, strict=True):
+        part = samples[:, FRAME * number : FRAME * (number + 1)]
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(part), format="s16p")
+        frame.sample_rate, frame.pts, frame.time_base = RATE, FRAME * time, Fraction(1, RATE)
+        found += track.samples(frame)
+    track.leave_out()
+    silence = np.zeros((2, FRAME))
+    parts = [silence if i is None else samples[:, FRAME * i : FRAME * (i + 1)] for i in heard]
+    np.testing.assert_array_equal(np.concatenate(found, 1), np.concatenate(parts, 1) / 2**15)
+    assert says in " ".join(track.sentences())
+
+
+def test_sound_that_changes_its_form_is_brought_to_the_first(tmp_path):
+    """As broadcasts do between a film and its breaks: MPEG audio at 24 kHz, then mono at 16 kHz."""
+    data, tones = b"", []
+    for rate, layout in ((24000, "stereo"), (16000, "mono"), (24000, "stereo")):
+        wave = 0.3 * np.sin(2 * np.pi * 500 * np.arange(rate) / rate)
+        channels = 2 if layout == "stereo" else 1
+        samples = np.repeat((wave * 2**15).astype(np.int16)[None], channels, 0)
+        data += stored(tmp_path / "part.mp2", "mp2", samples, rate, layout).read_bytes()
+    (tmp_path / "a.mp2").write_bytes(data)
+    said = list[str]()
+    found, rate = read_sound(tmp_path / "a.mp2", say=said.append)
+    assert rate == 24000 and abs(found.shape[1] - 3 * rate) < 0.1 * rate
+    for second in range(3):
+        part = found[1, second * rate + 4000 : second * rate + 20000]
+        tones.append(np.abs(np.fft.rfft(part)).argmax() * rate / len(part))
+    np.testing.assert_allclose(tones, 500, atol=2)
+    assert any("its sound changes at" in sentence for sentence in said), said
 
 
 def test_sound_that_ends_before_its_header_says_is_told(tmp_path):

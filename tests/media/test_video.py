@@ -16,7 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
-from ltx2rt.errors import InputError, singular
+from ltx2rt.errors import singular
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import REC709_TO_2020, HighRange, to_model, video_signal, wide_to_709
 from ltx2rt.media.mp4 import HLG, PQ, Colours, write_mp4
@@ -491,13 +491,9 @@ def test_clips_with_packets_lost_or_moved_stay_in_time_or_say_so(tmp_path, seed)
             packet.stream = streams[packet.stream.index]
             with contextlib.suppress(av.FFmpegError):  # a muxer may refuse it
                 to.mux(packet)
-    try:
-        clip = Footage.read(tmp_path / "b.mkv", FLAG)
-        shown = [round((int(pixels[16, 24, 0]) - 20) / 10) for pixels in clip.frames()]
-        said = [*clip.said(), *clip.missing]
-    except InputError as error:
-        assert "times of its sound go back" in str(error)
-        return
+    clip = Footage.read(tmp_path / "b.mkv", FLAG)
+    shown = [round((int(pixels[16, 24, 0]) - 20) / 10) for pixels in clip.frames()]
+    said = [*clip.said(), *clip.missing]
     late = max(abs(n - i - shown[0]) for i, n in enumerate(shown))
     assert said or late == 0, (what, change, shown)
     assert np.asarray(clip.sound(48000)).shape[1] == round(len(shown) / clip.info.fps * 48000)
