@@ -125,11 +125,14 @@ def plan_feature_tiles(
     """
 
     def splits(n: int, shared: int) -> list[tuple[int, int]]:
-        """(size of a tile, cells of all) in one tile, two, ... above twice the overlap."""
-        sizes = [-(-(n + (count - 1) * shared) // count) for count in range(1, n + 1)]
-        return [
-            (size, n + i * shared) for i, size in enumerate(sizes) if i == 0 or size > 2 * shared
-        ]
+        """(size of a tile, cells of all) in one tile, two, ... above twice the overlap; of a size
+        the fewest tiles, as more have the more work."""
+        cells_of = {n: n}
+        for more in range(1, n):
+            size = -(-(n + more * shared) // (more + 1))
+            if size > 2 * shared:
+                cells_of.setdefault(size, n + more * shared)
+        return [*cells_of.items()]
 
     def tile_and_work(layout: tuple[tuple[int, int], ...]) -> tuple[int, int]:
         tile, work = (math.prod(column) for column in zip(*layout, strict=True))
