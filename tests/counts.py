@@ -10,6 +10,7 @@ import io
 import re
 import tokenize
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -29,19 +30,24 @@ LAYOUT = {tokenize.NL, tokenize.COMMENT, tokenize.NEWLINE, tokenize.INDENT, toke
 RELEASES = r"generation ==|\bV25\b"
 
 
-def product() -> Iterator[tuple[str, str]]:
+@cache
+def product() -> list[tuple[str, str]]:
     """Name and text of every file."""
-    for folder in PRODUCT:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield str(path.relative_to(ROOT)), path.read_text()
+    paths = (path for folder in PRODUCT for path in sorted((ROOT / folder).rglob("*.py")))
+    return [(str(path.relative_to(ROOT)), path.read_text()) for path in paths]
+
+
+@cache
+def nodes() -> list[tuple[str, ast.AST]]:
+    """Every node of the product's trees, with its file."""
+    return [(name, node) for name, text in product() for node in ast.walk(ast.parse(text))]
 
 
 def functions() -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     """File and line of every function of the product, and its tree."""
-    for name, text in product():
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, FUNCTIONS):
-                yield f"{name}:{node.lineno}", node
+    for name, node in nodes():
+        if isinstance(node, FUNCTIONS):
+            yield f"{name}:{node.lineno}", node
 
 
 def long_functions() -> list[str]:
@@ -97,8 +103,7 @@ def packed_calls() -> list[str]:
 
 def statements() -> int:
     """Number of statements of the product."""
-    trees = (ast.walk(ast.parse(text)) for _, text in product())
-    return sum(isinstance(node, ast.stmt) for nodes in trees for node in nodes)
+    return sum(isinstance(node, ast.stmt) for _, node in nodes())
 
 
 def tokens() -> int:
@@ -112,8 +117,7 @@ def flags() -> set[str]:
     """The fields that declare a flag, by name."""
     return {
         node.target.id
-        for _, text in product()
-        for node in ast.walk(ast.parse(text))
+        for _, node in nodes()
         if isinstance(node, ast.AnnAssign)
         and isinstance(node.target, ast.Name)
         and isinstance(node.value, ast.Call)
@@ -124,27 +128,25 @@ def flags() -> set[str]:
 def flag_lists() -> list[str]:
     """Lists, sets and dicts of three or more names of flags, most of whose texts are such names."""
     known, found = flags(), []
-    for name, text in product():
-        for node in ast.walk(ast.parse(text)):
-            if not isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set):
-                continue
-            items = node.keys if isinstance(node, ast.Dict) else node.elts
-            texts = [i.value for i in items if isinstance(i, ast.Constant)]
-            named = [x.removeprefix("--").replace("-", "_") for x in texts if isinstance(x, str)]
-            words = [x for x in named if x in known]
-            if len(words) >= 3 and len(words) >= 0.75 * len(texts):
-                found.append(f"{name}:{node.lineno} {', '.join(words)}")
+    for name, node in nodes():
+        if not isinstance(node, ast.Dict | ast.List | ast.Tuple | ast.Set):
+            continue
+        items = node.keys if isinstance(node, ast.Dict) else node.elts
+        texts = [i.value for i in items if isinstance(i, ast.Constant)]
+        named = [x.removeprefix("--").replace("-", "_") for x in texts if isinstance(x, str)]
+        words = [x for x in named if x in known]
+        if len(words) >= 3 and len(words) >= 0.75 * len(texts):
+            found.append(f"{name}:{node.lineno} {', '.join(words)}")
     return found
 
 
 def cancelled() -> list[str]:
     """Fields of pipelines and groups of flags whose parent has the same field."""
-    classes = {}
-    for name, text in product():
-        if name.startswith("ltx2rt/pipelines"):
-            for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.ClassDef):
-                    classes[node.name] = node
+    classes = {
+        node.name: node
+        for name, node in nodes()
+        if name.startswith("ltx2rt/pipelines") and isinstance(node, ast.ClassDef)
+    }
     own = {
         name: {
             s.target.id
