@@ -197,7 +197,15 @@ def test_a_quiet_command_leaves_later_notes_of_its_process(capsys):
     assert "ltx2rt: seen" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-", ">/dev/full"])
+@pytest.mark.parametrize(
+    "closed",
+    [
+        pytest.param(">&-", marks=pytest.mark.long),
+        pytest.param("2>&-", marks=pytest.mark.long),
+        "<&- >&- 2>&-",
+        ">/dev/full",
+    ],
+)
 def test_a_result_in_files_needs_no_standard_streams(tmp_path, closed):
     argv = [sys.executable, "-m", "ltx2rt", "weights", "make", "--preset", "tiny-2.0", "--layout"]
     script = ["sh", "-c", f'exec "$@" {closed}', "sh", *argv, "official", str(tmp_path / "made")]

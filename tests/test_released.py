@@ -119,7 +119,9 @@ def test_hq_takes_dev_alone_and_then_the_distilled_transformer(released, made):
     assert_same(found, made(folder, *flags, *lora)[0])
 
 
-@pytest.mark.parametrize("flag", ["--distilled-lora", "--lora"])
+@pytest.mark.parametrize(
+    "flag", [pytest.param("--distilled-lora", marks=pytest.mark.long), "--lora"]
+)
 def test_distilled_weights_take_no_distilled_lora(released, made, flag):
     alone = released("distilled")
     expected, _ = made(alone, "--pipeline", "distilled")
@@ -160,7 +162,9 @@ KEPT = {  # by device: the forms of the distilled transformer and of the text en
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", KEPT)
+@pytest.mark.parametrize("kind", [
+    pytest.param(kind, marks=[pytest.mark.long] * (kind in ("rtx4090", "l40s"))) for kind in KEPT
+])  # fmt: skip
 def test_the_largest_form_that_a_device_keeps_whole_is_taken_else_the_smallest(
     released, capsys, kind
 ):
@@ -267,7 +271,7 @@ def in_e4m3(plain, out):
     write_arrays(out, arrays, file.metadata)
 
 
-@pytest.mark.parametrize("form", ["int8", "fp8"])
+@pytest.mark.parametrize("form", [pytest.param("int8", marks=pytest.mark.long), "fp8"])
 def test_a_lora_trained_on_dev_goes_with_distilled_weights(released, made, tmp_path, form):
     rng = np.random.default_rng(1)
     module = "diffusion_model.transformer_blocks.0.attn1.to_q.lora_{}.weight"

@@ -40,7 +40,7 @@ def opened(path: Path, road: str, dtype: str = "bfloat16"):
     return backend, backend.lower_loop(graph), weights
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.long)])
 def test_weights_that_the_file_has_are_read_from_it(file, dtype):
     """Others, here of another dtype, from a file for the time being. Bytes are those of the plan:
     each layer once a step, and the first one for the next."""

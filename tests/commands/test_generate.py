@@ -334,7 +334,7 @@ def test_a_neutral_branch_is_not_run(run, monkeypatch):
     ("stages.sound.decode_sound", KeyboardInterrupt(), 130),
     ("stages.frames.Frames._calls", SystemExit(143), 143),
     ("run.write.write_arrays", OSError("No space left on device"), 1),
-    ("run.write.write_report", OSError("No space left on device"), 1),
+    pytest.param("run.write.write_report", OSError("No space left on device"), 1, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_a_run_that_fails_leaves_no_file(where, raised, status, generate, model, monkeypatch):
     def fail(*_, **__):

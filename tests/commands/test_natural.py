@@ -82,7 +82,6 @@ def words(text: str) -> list[str]:
 
 
 QUICK = ("--image fox.png dusk.png:last", "--audio song.wav", "--output rain.wav")
-QUICK += ("--upscale clip.mp4", "--video-path clip.mp4 --hdr ACESCG", "--reference sheet.png")
 
 
 @pytest.mark.parametrize("text", [

@@ -28,7 +28,6 @@ T, TA, S, B = 12, 5, 32, 2  # video tokens (2 x 2 x 3), audio tokens, text token
 # Width of the text contexts
 WIDTH = {"2.0": {"video": 64, "audio": 64}, "2.3": {"video": 128, "audio": 64}}
 WIDTH["2.5"] = WIDTH["2.3"]
-GENERATIONS = ["2.0", "2.3"]
 
 
 @pytest.fixture
@@ -89,7 +88,9 @@ def diffusers_part(cls, folder: Path, **changes):
     return cls.from_pretrained(folder, **changes).eval()
 
 
-@pytest.mark.parametrize("generation", [*GENERATIONS, "2.5"])
+@pytest.mark.parametrize(
+    "generation", ["2.3", *(pytest.param(g, marks=pytest.mark.long) for g in ("2.0", "2.5"))]
+)
 def test_transformer_equals_diffusers(generation, probe, tiny):
     from diffusers import LTX2VideoTransformer3DModel
 
@@ -144,7 +145,7 @@ def text_inputs():
     return {"token_ids": ids, "mask": mask}
 
 
-@pytest.mark.parametrize("generation", [*GENERATIONS, "2.5"])
+@pytest.mark.parametrize("generation", ["2.0", "2.3", "2.5"])
 def test_text_encoder_equals_diffusers(generation, probe, tiny):
     import transformers
     from diffusers.pipelines.ltx2 import LTX2TextConnectors
@@ -168,7 +169,7 @@ def test_text_encoder_equals_diffusers(generation, probe, tiny):
     assert relative_l2(found["audio_context"], audio) <= CLOSE
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_a_lora_changes_gemma_and_the_connectors(backend, tiny, probed, tmp_path):
     """As weights do that have the change already."""
     whole, changed, rng = tiny("tiny-2.3", "official"), tmp_path / "model", np.random.default_rng(3)
@@ -199,7 +200,7 @@ def test_a_lora_changes_gemma_and_the_connectors(backend, tiny, probed, tmp_path
         assert np.abs(merged[name] - expected[name]).max() < 1e-5 * moved
 
 
-@pytest.mark.parametrize("generation", GENERATIONS)
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_decoders_encoder_and_upsampler_equal_diffusers(generation, probe, tiny):
     from diffusers import AutoencoderKLLTX2Audio, AutoencoderKLLTX2Video
     from diffusers.pipelines.ltx2 import LTX2Vocoder, LTX2VocoderWithBWE
@@ -248,7 +249,10 @@ def test_decoders_encoder_and_upsampler_equal_diffusers(generation, probe, tiny)
             assert relative_l2(found[name], value) <= CLOSE, f"{component} {name}"
 
 
-@pytest.mark.parametrize(("kind", "grid"), [("x1.5", (3, 5, 8)), ("temporal", (5, 3, 5))])
+@pytest.mark.parametrize(
+    ("kind", "grid"),
+    [pytest.param("x1.5", (3, 5, 8), marks=pytest.mark.long), ("temporal", (5, 3, 5))],
+)
 def test_an_upsampler_of_any_kind_equals_diffusers(kind, grid, probe, tiny, tmp_path):
     from diffusers import AutoencoderKLLTX2Video
     from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
@@ -294,7 +298,10 @@ def diffusion_params(monkeypatch):
     return params
 
 
-@pytest.mark.parametrize("backend, border", [("cuda", "plain"), ("cuda", "chunked"), ("tpu", None)])
+@pytest.mark.parametrize(
+    "backend, border",
+    [("cuda", "plain"), ("cuda", "chunked"), pytest.param("tpu", None, marks=pytest.mark.long)],
+)
 def test_diffusion_decoder_is_both_networks_cut_to_the_clip(
     backend, border, probe, diffusion_params
 ):

@@ -21,7 +21,7 @@ from tests.parity import relative_l2
     # blocks of 2 x 6 x 8, four and two in a program: all axes end within a block
     ((2, 9, 17, 20), (9, 17, 24), (2, 64), (3, 11, 9), (0, 0, 3)),
     # fewer frames than the keys of a program, windows as large as the rows; three groups of two
-    ((1, 3, 16, 7), (4, 16, 19), (6, 64), (3, 16, 8), (1, 0, 12)),
+    pytest.param((1, 3, 16, 7), (4, 16, 19), (6, 64), (3, 16, 8), (1, 0, 12), marks=pytest.mark.long),
     ((1, 2, 5, 16), (2, 18, 16), (1, 128), (2, 8, 16), (0, 13, 0)),
 ])  # fmt: skip
 def test_kernel_equals_the_definition(queries, keys, heads, window, first):

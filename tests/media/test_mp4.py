@@ -169,7 +169,7 @@ def followed(folder, frames, wave, fps, rate, sizes, container=MP4, stop=None):
 
 
 @pytest.mark.parametrize("fps,rate,container", [
-    (Fraction(24), 48000, MP4), (NTSC, 24000, MOV), (Fraction(25), None, MP4),
+    (Fraction(24), 48000, MP4), pytest.param(NTSC, 24000, MOV, marks=pytest.mark.long), (Fraction(25), None, MP4),
     *(
         pytest.param(*case, marks=pytest.mark.long)
         for case in ((Fraction(24), 48000, MOV), (NTSC, 24000, MP4), (Fraction(25), None, MOV))

@@ -96,7 +96,7 @@ def test_contexts_equal_diffusers_with_both_padding_sides_in_one_batch(generatio
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_bfloat16_is_at_most_twice_as_far_as_diffusers_own(generation, kind):
     module = build(generation)
     exact = reference(module, "left")
@@ -146,7 +146,7 @@ GEMMA = GemmaConfig(31, HIDDEN, 3, 4, 2, 8, 44, SLIDING, 6, 1e6, 1e4, 1e-6, 0, 1
 
 
 @pytest.mark.parametrize("kind", ["numpy", "cuda", "tpu"])
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_text_encoder_is_gemma_then_the_connectors(generation, kind):
     config, mask = CONFIGS[generation], padded("left")
     ids = np.random.default_rng(0).integers(0, 31, mask.shape)

@@ -81,7 +81,8 @@ assert_close = partial(assert_near, close=CLOSE)
 
 # JAX takes seconds to compile a step, and rules and scales are the graph's matter: it runs two of
 # the cases.
-CASES = [("2.0", "B", kind) for kind in KINDS] + [("2.3", "B", kind) for kind in KINDS[:2]]
+CASES = [(generation, "B", kind) for generation in ("2.0", "2.3") for kind in KINDS[:2]]
+CASES.append(pytest.param("2.0", "B", "tpu", marks=pytest.mark.long))
 
 
 @pytest.mark.parametrize("generation,rule,kind", CASES + [("2.3", "C", kind) for kind in KINDS])

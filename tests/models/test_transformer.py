@@ -30,7 +30,7 @@ def all_kept(config, batch: int) -> dict[str, np.ndarray]:
 # A rule is a matter of the graph, not of its lowering: JAX, which takes seconds to compile, runs
 # two of the six.
 CASES = [(g, r, k) for g in GENERATIONS for r in "ABC" for k in KINDS[:2]]
-CASES += [("2.0", "B", "tpu"), ("2.3", "C", "tpu")]
+CASES += [pytest.param("2.0", "B", "tpu", marks=pytest.mark.long), ("2.3", "C", "tpu")]
 
 
 @pytest.mark.parametrize("generation,rule,kind", CASES)

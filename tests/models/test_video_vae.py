@@ -90,7 +90,7 @@ def encode(model, params, frames, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version", ["2.0", "2.3"])
+@pytest.mark.parametrize("version", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 @pytest.mark.parametrize("trace_it, theirs, given, made", [
     (video_vae.trace_decoder, decode, (2, 16, 3, 3, 2), (2, 3, 17, 96, 64)),
     (video_vae.trace_encoder, encode, (2, 3, 9, 64, 96), (2, 16, 2, 2, 3)),
@@ -135,7 +135,7 @@ def test_a_tpu_gets_every_convolution_of_the_decoder_by_frames():
     assert loops["tpu"] - loops["cpu"] == sum(node.op == "conv" for node, _ in graph.walk()) > 10
 
 
-@pytest.mark.parametrize("kind", ["cuda", "tpu"])
+@pytest.mark.parametrize("kind", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_bfloat16_errs_at_most_twice_as_much_as_diffusers(kind):
     model, params = reference("2.3")
     latent, frames = normal(1, 16, 2, 2, 2), np.clip(normal(1, 3, 1, 64, 64), -1, 1)

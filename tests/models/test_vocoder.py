@@ -85,7 +85,9 @@ def theirs(model: torch.nn.Module, mel: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("version, samples", [("2.0", 70), ("2.3", 210)])
+@pytest.mark.parametrize(
+    "version, samples", [pytest.param("2.0", 70, marks=pytest.mark.long), ("2.3", 210)]
+)
 def test_vocoder_is_diffusers(version, samples, kind):
     mel = normal(2, 2, 7, 4)
     waveform, expected = run(kind, version, mel), theirs(reference(version)[0], mel)

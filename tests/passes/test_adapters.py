@@ -55,7 +55,14 @@ def test_only_targets_get_them():
     assert sorted(names) == sorted(tensors([target], 2))
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({"tensor": 2}, marks=pytest.mark.long),
+        pytest.param({"sequence": 2}, marks=pytest.mark.long),
+        {"tensor": 2, "sequence": 2},
+    ],
+)
 def test_dropout_drops_the_same_numbers_on_every_mesh(mesh):
     inputs = dict(step("2.3")[1])
     whole = placed("2.3", {}, dropout=True)

@@ -29,7 +29,7 @@ def body(graph):
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", ["guided-2.0", "guided-2.3"])
+@pytest.mark.parametrize("name", [pytest.param("guided-2.0", marks=pytest.mark.long), "guided-2.3"])
 def test_gathered_weights_give_the_values_of_one_device(name, mesh):
     one = case(name)
     local = on(mesh, one.graph)

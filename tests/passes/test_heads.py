@@ -25,7 +25,11 @@ def exchanged(graph) -> Counter:
     return found
 
 
-@pytest.mark.parametrize("mesh", [{"sequence": 2}, {"tensor": 2, "sequence": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"sequence": 2}, pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.long)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["forward-2.0", "forward-2.3", "masked-2.3", "guided-2.5"])
 def test_groups_have_the_same_values_and_exchange_as_much(name, mesh):
     """Masks, which all heads share, among them; halves of the tokens behind it."""

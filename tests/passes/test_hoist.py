@@ -47,7 +47,7 @@ def in_loop(graph) -> Counter:
     return Counter(node.op for node, _ in taken_apart(graph).body.walk())
 
 
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_the_loop_equals_its_steps_hoisted_or_not(generation):
     one = case(f"guided-{generation}")
     expected = step_by_step(one)
@@ -58,7 +58,13 @@ def test_the_loop_equals_its_steps_hoisted_or_not(generation):
 
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.slow), "2.3"])
 @pytest.mark.parametrize(
-    "mesh", [{"tensor": 2}, {"sequence": 2}, {"tensor": 2, "sequence": 2}, {"sequence": 4}]
+    "mesh",
+    [
+        pytest.param({"tensor": 2}, marks=pytest.mark.long),
+        {"sequence": 2},
+        {"tensor": 2, "sequence": 2},
+        pytest.param({"sequence": 4}, marks=pytest.mark.long),
+    ],
 )
 def test_the_placed_loop_equals_its_steps(mesh, generation):
     one = case(f"guided-{generation}")

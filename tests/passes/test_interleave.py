@@ -51,7 +51,7 @@ def behind(body: Graph, chosen: Callable[[Node], bool]) -> list[tuple[Node, set[
     ("trillium", {"tensor": 2, "sequence": 2}),
     ("trillium-2d", {"fsdp": 2, "tensor": 2}),
 ])  # fmt: skip
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_halves_have_the_same_values_and_exchange_as_much(generation, profile, mesh):
     """Two samples with positions, timesteps and masks of their own."""
     one = case(f"forward-{generation}")
@@ -126,9 +126,20 @@ def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices)
     assert interleave(graph) is graph
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "sequence": 2}], ids=str)
 @pytest.mark.parametrize(
-    "name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"]
+    "mesh",
+    [{"tensor": 2}, pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.long)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("forward-2.0", marks=pytest.mark.long),
+        "forward-2.3",
+        "guided-2.3",
+        "masked-2.3",
+        "guided-2.5",
+    ],
 )
 def test_halves_of_the_tokens_have_the_same_values(name, mesh):
     """Images, prefixes, masks and STG; other devices' tokens stay whole."""

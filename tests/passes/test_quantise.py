@@ -169,7 +169,7 @@ def test_unquantised_layers_are_exact_and_every_iteration_reads_its_own():
         assert 0 < relative_l2(found["size"][int(layer)], exact["size"][int(layer)]) <= STEP
 
 
-@pytest.mark.parametrize("layers", ("scan", "unrolled"))
+@pytest.mark.parametrize("layers", ("scan", pytest.param("unrolled", marks=pytest.mark.long)))
 @pytest.mark.parametrize("kind", ("cuda", "tpu"))
 def test_backends_do_what_the_definition_says(kind, layers):
     """A number between two e4m3 numbers may fall on either side, for float32 sums differ in order:
@@ -188,7 +188,7 @@ def test_gelu_and_head_gates_join_the_quantisation_behind_them():
         assert_near(run_graph(kind, fused, params(), inputs()), expected, 2e-3)  # as above
 
 
-@pytest.mark.parametrize("stage", ("stage1", "stage2"))
+@pytest.mark.parametrize("stage", ("stage1", pytest.param("stage2", marks=pytest.mark.long)))
 def test_norms_quantise_the_rows_of_all_products_behind_them(stage, monkeypatch):
     """Guided branches share some samples of a norm's result, gates read it as it is."""
     graph = step_graphs("tiny-2.3", (64, 64, 9, 2), "", "float8", (stage,))[stage]

@@ -17,9 +17,20 @@ from tests.placed_cases import case
 CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and fewer roundings
 
 
-@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}, {"tensor": 2, "sequence": 2}], ids=str)
 @pytest.mark.parametrize(
-    "name", ["forward-2.0", "forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"]
+    "mesh",
+    [{}, {"tensor": 2}, pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.long)],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("forward-2.0", marks=pytest.mark.long),
+        "forward-2.3",
+        "guided-2.3",
+        "masked-2.3",
+        "guided-2.5",
+    ],
 )
 def test_values_are_the_same(monkeypatch, name, mesh):
     """Bit by bit, expanded samples copied: numpy multiplies views otherwise."""

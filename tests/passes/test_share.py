@@ -138,7 +138,14 @@ def test_written_out_it_is_the_same():
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"tensor": 2}, {"sequence": 2}, {"sequence": 3, "tensor": 2}, {"fsdp": 2}], ids=str
+    "mesh",
+    [
+        {"tensor": 2},
+        {"sequence": 2},
+        pytest.param({"sequence": 3, "tensor": 2}, marks=pytest.mark.long),
+        pytest.param({"fsdp": 2}, marks=pytest.mark.long),
+    ],
+    ids=str,
 )
 @pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_a_placed_step_communicates_no_more(mesh, generation):

@@ -68,7 +68,14 @@ def test_latents_agree(sessions, images, film, name):
     assert_agree(sessions, name, **own.get(name, SMALL | given | {"image_crf": 0}))
 
 
-@pytest.mark.parametrize("name", ["a2v", pytest.param("keyframes", marks=pytest.mark.slow), "t2a"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("a2v", marks=pytest.mark.long),
+        pytest.param("keyframes", marks=pytest.mark.slow),
+        "t2a",
+    ],
+)
 def test_guided_pipelines_on_distilled_weights_agree(on_both, images, film, name):
     """LTX-2.5, whose stage 1 adds noise; with a negative prompt, also of sound alone."""
     both = on_both("tiny-2.5", distilled_lora=NO_LORA, assume="distilled")

@@ -85,7 +85,10 @@ def stages_of(**clip):
     return made.stages(config, ModelOptions("cuda", "model"), Loras())
 
 
-@pytest.mark.parametrize("num_frames", [9, 17, 25, 33, 41, 73, 97, 121, 185, 241, 473])
+@pytest.mark.parametrize(
+    "num_frames",
+    [9, 17, 25, 33, 41, 73, 97, 121, 185, 241, pytest.param(473, marks=pytest.mark.long)],
+)
 def test_the_layout_is_the_published_one(num_frames):
     """Canvas, windows, their lead-in, what is dropped, anchors, and slots with their starts."""
     assert canvas(num_frames) == expected_canvas(num_frames)

@@ -106,7 +106,9 @@ def model(tmp_path):
     return copy
 
 
-@pytest.mark.parametrize("release", RELEASES)
+@pytest.mark.parametrize(
+    "release", [RELEASES[0], *(pytest.param(r, marks=pytest.mark.long) for r in RELEASES[1:])]
+)
 def test_a_clip_in_segments_goes_on(release, model, command, tmp_path):
     """From the segment that is there, with a line about its version."""
     folder, output = tmp_path / "long.mp4.segments", tmp_path / "long.mp4"

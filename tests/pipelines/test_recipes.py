@@ -83,10 +83,11 @@ def test_a_draft_has_a_smaller_area_in_the_shape_of_a_picture(images, command, m
 
 
 @pytest.mark.parametrize(("preset", "kind", "name", "size"), [
-    (None, "dev", "two-stage", (1536, 1024)), ("standard", "dev", "two-stage", (1536, 1024)),
+    (None, "dev", "two-stage", (1536, 1024)),
+    pytest.param("standard", "dev", "two-stage", (1536, 1024), marks=pytest.mark.long),
     ("draft", "dev", "distilled", (768, 512)), ("best", "dev", "hq", (1920, 1088)),
     (None, "distilled", "distilled", (1536, 1024)), ("draft", "distilled", "distilled", (768, 512)),
-    ("standard", "distilled", "distilled", (1536, 1024)),
+    pytest.param("standard", "distilled", "distilled", (1536, 1024), marks=pytest.mark.long),
     ("best", "distilled", "distilled", (1920, 1088)),
 ])  # fmt: skip
 def test_presets_make_a_clip_of_any_weights(released, preset, kind, name, size):

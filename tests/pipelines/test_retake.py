@@ -167,7 +167,7 @@ def test_every_step_is_the_formula_over_diffusers(opened, module, clip, kept, gu
         assert not outside.any() or m == keep or np.abs(final[m][0] - clean[m])[~outside].min() > 0
 
 
-@pytest.mark.parametrize("first_s", [0.0, 0.25])
+@pytest.mark.parametrize("first_s", [pytest.param(0.0, marks=pytest.mark.long), 0.25])
 def test_source_frames_and_sound_are_copied_bit_for_bit(opened, tmp_path, first_s):
     """Outside of whole latents, whatever the first timestamp, at the rate of the file's sound."""
     path = write(tmp_path / "a.mp4", first_s=first_s)

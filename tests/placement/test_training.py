@@ -11,7 +11,7 @@ from tests.train_cases import WEIGHTS, placed, step, trainer
 
 
 @pytest.mark.parametrize("remat", ["block", "none"])
-@pytest.mark.parametrize("generation", ["2.0", "2.3"])
+@pytest.mark.parametrize("generation", [pytest.param("2.0", marks=pytest.mark.long), "2.3"])
 def test_the_work_is_what_pytorch_counts(generation, remat):
     """The estimate is of a block in the middle. PyTorch, which counts products, does less for two:
     the first has no gradient before its first adapters, and of the last block nothing is computed

@@ -29,18 +29,7 @@ FLAGS = {  # output clip.mp4 unless it says so
     "upscale": "--upscale film.mp4 --lora ic.safetensors",
     "t2a": "--duration 0.5 --steps 1 --output clip.wav",
 }  # fmt: skip
-LONG = (
-    "one-stage",
-    "keyframes",
-    "a2v",
-    "retake",
-    "v2v",
-    "inpaint",
-    "dubit",
-    "hdr-ic-lora",
-    "dfr",
-    "upscale",
-)
+QUICK = ("two-stage", "t2a")  # with every part, and without pictures
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +47,7 @@ def folder(tiny, film, tmp_path_factory):
     return folder
 
 
-EACH = [pytest.param(n, marks=[pytest.mark.long] * (n in LONG)) for n in pipelines()]
+EACH = [pytest.param(n, marks=[pytest.mark.long] * (n not in QUICK)) for n in pipelines()]
 
 
 @pytest.mark.parametrize("name", EACH)

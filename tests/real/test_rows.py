@@ -13,7 +13,10 @@ MODULES = ("clips", "loras", "files", "first_minutes")
 ROWS = [row for module in MODULES for row in import_module(f"tests.real.{module}").ROWS]
 LONG = re.compile(  # rows beside these have most of it
     "retake-in-25-s|inpaint-in-segments|another-size-(pad|crop)|join-of-another-size|v2v-in-segments|sound-(7.1|quad)|v2v-silent|photo.*[45]"
-    "|clip-(held-upside-down|turned-back|slow-motion|grey|10-bits.*)"
+    "|clip-(held-upside-down|turned-back|slow-motion|grey|10-bits.*|time-lapse|alpha|more-sound|full-range|prores|gif)"
+    "|frames-by-their-pattern|(retake|extend|v2v)-any-size|continue .*|see it early|another-size-scale|retake-silent"
+    "|sound-5.1|a first and a last frame|a photo and words without flags|restyle|remove something"
+    "|a song and its seconds|lora-of-pictures-for-sound-alone|new-clip-of-any-size|photo-with-exif-orientation-7"
 )
 
 

@@ -42,7 +42,10 @@ def planned(folder, kind, pipeline="two-stage", weights_dtype=None, max_memory=N
     return estimate(ModelOptions("cuda", folder, **how), request, Devices(kind))
 
 
-@pytest.mark.parametrize("name", MEASURED)
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.long] * (name in ("h200-end-to-end", "h200-stream-24")))
+    for name in MEASURED
+])  # fmt: skip
 def test_estimates_are_within_a_tenth_of_what_was_measured(empty, name):
     result = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
     dtype = {"bfloat16": None}.get(result["weights_dtype"], result["weights_dtype"])
@@ -75,7 +78,10 @@ def test_a_price_is_of_all_devices_of_an_hour(empty):
         assert told["price_per_clip"] == pytest.approx(3.0 * count / told["clips_per_hour"])
 
 
-@pytest.mark.parametrize("kind, topology", [("v7x-8", "tpu7x:2x2x1"), ("v6e-8", "v6e:2x4")])
+@pytest.mark.parametrize(
+    "kind, topology",
+    [("v7x-8", "tpu7x:2x2x1"), pytest.param("v6e-8", "v6e:2x4", marks=pytest.mark.long)],
+)
 def test_a_step_on_tpus_takes_what_its_code_does(empty, kind, topology):
     """Within 15 % of `compile --times`, on the same mesh, with and without hidden exchanges."""
     rows = json.loads((ROOT / "benchmarks/results/tpu-compile.json").read_text())["rows"]

@@ -171,7 +171,12 @@ async def test_a_server_that_stops_lets_jobs_end_or_queues_them_again(running):
 
 
 @pytest.mark.parametrize(
-    "turns", [0, 1, *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 6))]
+    "turns",
+    [
+        0,
+        pytest.param(1, marks=pytest.mark.long),
+        *(pytest.param(n, marks=pytest.mark.long) for n in range(2, 6)),
+    ],
 )
 async def test_a_server_stops_at_the_moment_at_which_a_replica_ends(running, turns):
     """turns: of the event loop between the two. A cancellation that `asyncio.wait_for` loses would

@@ -53,7 +53,9 @@ def ranked(kind, devices, *words, **settings):
 
 
 @pytest.mark.parametrize("kind,devices,first", [
-    ("v6e", 8, "guidance=4,sequence=2"), ("v7x", 8, "guidance=4,sequence=2"), ("h100", 2, None), ("h100", 4, None),
+    ("v6e", 8, "guidance=4,sequence=2"),
+    pytest.param("v7x", 8, "guidance=4,sequence=2", marks=pytest.mark.long),
+    pytest.param("h100", 2, None, marks=pytest.mark.long), ("h100", 4, None),
 ])  # fmt: skip
 def test_all_meshes_that_the_network_allows_are_estimated(kind, devices, first):
     found = ranked(kind, devices)

@@ -48,14 +48,15 @@ def opened(request, tiny):
 
 
 CASES = (
-    ("one-stage", "stage1", 1), ("one-stage", "stage1", 2), ("hq", "stage1", 2),
-    ("two-stage", "stage2", 1), ("two-stage", "audio", 0),
+    ("one-stage", "stage1", 1), ("hq", "stage1", 2), ("two-stage", "audio", 0),
+    ("one-stage", "stage1", 2), ("two-stage", "stage2", 1),
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("opened", "pipeline", "stage", "at"),
-    [("cuda", *case) for case in CASES]
+    [("cuda", *case) for case in CASES[:3]]
+    + [pytest.param("cuda", *case, marks=pytest.mark.long) for case in CASES[3:]]
     + [pytest.param("tpu", *case, marks=pytest.mark.long) for case in CASES],
     indirect=["opened"],
 )

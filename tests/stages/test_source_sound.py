@@ -43,7 +43,7 @@ def run(session, stage):
     return state
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, folder, tmp_path):
     """Also of a sound with more latents than the clip, which are cut."""
     session, samples = sessions[backend], recording(tmp_path / "a.wav", 20001)

@@ -157,7 +157,7 @@ def heard(prepare, tmp_path_factory):
     return folder / "cache"
 
 
-@pytest.mark.parametrize("backend", ["cuda", "tpu"])
+@pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["a2a", "av2av"])
 def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mode, backend):
     """A reference's tokens follow the clip's and have its times, and no loss; in float64."""

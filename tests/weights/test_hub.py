@@ -374,7 +374,8 @@ def test_each_part_of_a_repository_is_a_file_that_a_flag_can_name(run, parted):
 
 
 @pytest.mark.parametrize("pipeline, kind, beside", [
-    ((), "distilled", {"transformer"}), (("--pipeline", "two-stage"), "dev", {"transformer_full"}),
+    ((), "distilled", {"transformer"}),
+    pytest.param(("--pipeline", "two-stage"), "dev", {"transformer_full"}, marks=pytest.mark.long),
 ])  # fmt: skip
 def test_transformers_of_one_repository_are_chosen_by_the_pipeline(
     run, parted, pipeline, kind, beside
