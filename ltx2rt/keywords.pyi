@@ -85,6 +85,7 @@ class ClipKeywords(TypedDict, total=False):
     skip_stage_2: bool
     skip_step: int | None
     sound: str | None
+    speed: float
     stage2_sampler: str
     start: Any
     start_time: Any

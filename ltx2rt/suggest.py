@@ -99,18 +99,22 @@ MEANT = {
 }  # fmt: skip
 VALUES = {"--quality": {"low": "draft", "medium": "standard", "normal": "standard", "high": "best"}}
 # What does the same without a flag, or by another way.
+ADAM_W = "AdamW trains, by --lr, --weight-decay and the setting betas of --config"
+OF_FILES = "write it, with underscores, into the file of --config: it is a setting"
 MEMORY = "memory is arranged by itself; --max-memory GB sets a limit"
 INSTEAD = {
     "--gpu": "CUDA_VISIBLE_DEVICES=0 before the command chooses a GPU, --num-gpus N takes several",
     "--low-vram": MEMORY, "--lowvram": MEMORY, "--offload": MEMORY, "--cpu-offload": MEMORY,
     "--blocks-to-swap": MEMORY, "--block-swap": MEMORY,
-    "--optimizer": "AdamW trains, by --lr, --betas and --weight-decay",
-    "--optimizer-type": "AdamW trains, by --lr, --betas and --weight-decay",
+    "--optimizer": ADAM_W, "--optimizer-type": ADAM_W,
     "--resume": "the same command goes on by itself where it was stopped",
     "--resume-from-checkpoint": "the same command goes on by itself where it was stopped",
     "--gradient-checkpointing": "blocks are computed anew by default; --remat none keeps all values",
     "--mixed-precision": "--dtype bfloat16 is the default on accelerators",
     "--dataset-config": "train prepare --data FOLDER takes the clips, not another program's TOML",
+    "--betas": OF_FILES, "--sigma-shift": OF_FILES, "--sigma-range": OF_FILES,
+    "--audio-balance": OF_FILES, "--sound-share": OF_FILES, "--keep-every": OF_FILES,
+    "--validation-seed": OF_FILES,
 }  # fmt: skip
 INPUTS = {"image": "--image", "video": "--video-path", "audio": "--audio-path"}  # by media type
 

@@ -6,17 +6,19 @@ reads a given video takes one of these, so that no reader misses a choice of ano
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
-from itertools import islice
+from itertools import repeat
 from pathlib import Path
 
 import numpy as np
 
 from ltx2rt.media.images import Resize
 from ltx2rt.media.mp4 import Sound, fitted_blocks
-from ltx2rt.media.sound import resampled, sound_blocks
+from ltx2rt.media.sound import resampled, sound_blocks, stretched
 from ltx2rt.media.streams import AUTO, Tracks
 from ltx2rt.media.video import VideoInfo, read_frames, video_info
 
@@ -25,7 +27,8 @@ from ltx2rt.media.video import VideoInfo, read_frames, video_info
 class Footage:
     """flag: names the file in messages. info: of the file, at its own size. resize: brings its
     pictures to another. window: the frames that are taken, None: all. tracks: of the file, which
-    the user chose."""
+    the user chose. speed: at which the file is played; `info` and `window` are of what is played.
+    """
 
     path: Path
     flag: str
@@ -33,6 +36,7 @@ class Footage:
     resize: Resize | None = None
     window: range | None = None
     tracks: Tracks = AUTO
+    speed: Fraction = Fraction(1)
 
     @classmethod
     def read(cls, path: Path, flag: str, most: int | None = None, tracks: Tracks = AUTO) -> Footage:
@@ -53,27 +57,45 @@ class Footage:
         """The file's frames from `start` to `stop`, as far as there are any."""
         return replace(self, window=range(start, min(stop, self.info.num_frames)))
 
+    def retimed(self, speed: Fraction) -> Footage:
+        """The file played at this speed, at its own rate: frame i is the file's floor(speed i)."""
+        if speed == 1:
+            return self
+        count, first_s = -(-self.info.num_frames // speed), self.info.times_s[0]
+        times_s = tuple(first_s + i / self.info.fps for i in range(count))
+        sound_s = float(self.info.sound_s / speed)
+        info = replace(self.info, num_frames=count, times_s=times_s, sound_s=sound_s)
+        return replace(self, info=info, speed=speed)
+
     def said(self) -> Iterator[str]:
         """A sentence for each thing that is read otherwise than it is."""
         yield from self.info.said()
         if self.resize:
             yield self.resize.said
+        if self.speed != 1:
+            yield (
+                f"played at {float(self.speed):g} times its speed, {self.info.num_frames} frames; "
+                "its sound keeps its pitch"
+            )
 
     def frames(self, wide: bool = False) -> Iterator[np.ndarray]:
         """As of `read_frames`, those that are taken."""
-        taken = self.taken
-        read = read_frames(self.path, self.flag, taken.stop, wide, self.resize, self.tracks.video)
-        return islice(read, taken.start, None)
+        shown = Counter(int(i * self.speed) for i in self.taken)
+        stop = max(shown, default=-1) + 1
+        read = read_frames(self.path, self.flag, stop, wide, self.resize, self.tracks.video)
+        for number, pixels in enumerate(read):
+            yield from repeat(pixels, shown[number])
 
     @property
     def start_s(self) -> float:
         """Time in the file of the first frame that is taken."""
         assert self.info.times_s, "a file without timestamps is refused"
-        return float(self.info.times_s[0] + self.taken.start / self.info.fps)
+        return float(self.info.times_s[0] + self.taken.start * self.speed / self.info.fps)
 
     @property
     def length_s(self) -> float:
-        return float(len(self.taken) / self.info.fps)
+        """Seconds of the file."""
+        return float(len(self.taken) * self.speed / self.info.fps)
 
     def _blocks(self, say: Callable[[str], None]) -> Iterator[tuple[int, np.ndarray]]:
         track = self.tracks.audio
@@ -97,6 +119,7 @@ class Footage:
             if self.info.has_sound and self.rate != rate:
                 stereo = (np.broadcast_to(block, (2, block.shape[1])) for block in heard)
                 heard = resampled(stereo, self.rate, rate)
+            heard = stretched(heard, rate, self.speed)
             return fitted_blocks(heard, size)
 
         return Sound(size, blocks)

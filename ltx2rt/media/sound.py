@@ -11,9 +11,10 @@ import math
 import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -459,6 +460,36 @@ def resampled(
         yield made[:, lead // old * new : (lead + ready) // old * new]
         held = [whole[:, ready:]]
     yield resample(np.concatenate(held, 1), rate, new_rate)[:, lead // old * new :]
+
+
+def stretched(blocks: Iterable[np.ndarray], rate: int, speed: Fraction) -> Iterator[np.ndarray]:
+    """Play f32[2, n] after f32[2, n] at another speed and the same pitch, by FFmpeg's `atempo`;
+    a few samples may lack at the end."""
+    from av import AudioFrame
+    from av.error import BlockingIOError, EOFError
+    from av.filter import Graph
+
+    if speed == 1:
+        yield from blocks
+        return
+    graph, time_base, at = Graph(), Fraction(1, rate), 0
+    times = math.ceil(abs(math.log2(speed)))  # one filter blends at 0.5 to 2 and skips beyond
+    graph.link_nodes(
+        graph.add_abuffer(sample_rate=rate, format="fltp", layout="stereo", time_base=time_base),
+        *(graph.add("atempo", str(float(speed) ** (1 / times))) for _ in range(times)),
+        graph.add("aformat", "sample_fmts=fltp"),
+        graph.add("abuffersink"),
+    ).configure()
+    for block in chain(blocks, [None]):
+        frame = None
+        if block is not None:
+            frame = AudioFrame.from_ndarray(np.ascontiguousarray(block), "fltp", "stereo")
+            frame.sample_rate, frame.time_base, frame.pts = rate, time_base, at
+            at += frame.samples
+        graph.push(frame)
+        with suppress(BlockingIOError, EOFError):
+            while True:
+                yield graph.pull().to_ndarray()
 
 
 def at_rate(waveform: np.ndarray | Sound, rate: int, new_rate: int) -> np.ndarray | Sound:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +38,8 @@ class Region:
     path: an image or a video, None for none. size_px: height and width of the frames. pad: pixels
     added left, above, right and below. box: a rectangle of white: left, top, width and
     height in pixels of the file. resize: what brings a mask of the file's size to the clip's.
-    start: the first frame of a part of the clip, up to `num_frames`.
+    start: the first frame of a part of the clip, up to `num_frames`. speed: of the clip's
+    `Footage`, and of a video's.
     """
 
     path: Path | None
@@ -47,6 +50,7 @@ class Region:
     box: tuple[int, int, int, int] | None = None
     resize: Resize | None = None
     start: int = 0
+    speed: Fraction = Fraction(1)
 
     def check(self) -> None:
         """Refuse a mask that is not of the clip's size, or shorter. Raises InputError."""
@@ -61,7 +65,7 @@ class Region:
     @property
     def _video(self) -> Footage:
         assert self.path is not None, "a region without a file is a box"
-        return Footage.read(self.path, FLAG, self.num_frames)
+        return Footage.read(self.path, FLAG, ceil(self.num_frames * self.speed)).retimed(self.speed)
 
     def _drawn(self) -> Iterator[np.ndarray]:
         """bool[H, W] of the mask for each frame: white, and grown."""

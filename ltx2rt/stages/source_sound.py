@@ -14,7 +14,7 @@ import numpy as np
 
 from ltx2rt.config import AudioVaeConfig, ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.sound import read_sound, resample
+from ltx2rt.media.sound import read_sound, resample, stretched
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.models.mel import WINDOW, log_mel
 from ltx2rt.session.session import Call, Session
@@ -38,7 +38,7 @@ class SourceSound(Stage):
     fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to
     the clip's end, and "zeros" appends zeros to its latents; then sound that begins after `start_s`
     also has silence before it. sound: whether it becomes the clip's sound. record: the latents'
-    name in `--latents-out`. track: as of `Tracks.audio`.
+    name in `--latents-out`. track: as of `Tracks.audio`. speed: as of `Footage`.
     """
 
     path: Path
@@ -50,6 +50,7 @@ class SourceSound(Stage):
     sound: bool = True
     record: str = "audio_input"
     track: int | None = None
+    speed: Fraction = Fraction(1)
     name = "source sound"
 
     @property
@@ -68,8 +69,11 @@ class SourceSound(Stage):
         duration_s = self.clip_s if self.max_duration_s is None else self.max_duration_s
         said: list[str] = []
         how = {"on_time": self.fit == "zeros", "say": said.append, "track": self.track}
-        found = read_sound(self.path, self.start_s, duration_s, **how)
-        return *found, said
+        read, rate = read_sound(self.path, self.start_s, duration_s * float(self.speed), **how)
+        if self.speed != 1:
+            stereo = np.broadcast_to(read, (2, read.shape[1]))
+            read = np.concatenate([*stretched([stereo], rate, self.speed)], 1)
+        return read[:, : round(duration_s * rate)], rate, said
 
     @property
     def needed(self) -> int:

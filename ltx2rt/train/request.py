@@ -16,6 +16,7 @@ from ltx2rt.train.recipe import GROUPS, MODES, SCHEDULES, NoiseLevels
 flag = flags_of("training")
 shown_flag = partial(flag, common="training")  # in the short help
 free_flag = partial(flag, marks="free")
+setting = partial(flag, typed=False)  # of a configuration's file and of Python alone
 
 
 @dataclass(frozen=True)
@@ -169,7 +170,7 @@ class TrainRequest:
     )
     accumulate: int = free_flag(1, "batches whose gradients make one step", least=1, most=1024)
     weight_decay: float = flag(0.01, "weight decay of AdamW", least=0, most=1)
-    betas: tuple[float, float] = flag(
+    betas: tuple[float, float] = setting(
         (0.9, 0.999), "decays of AdamW's moments (default: 0.9,0.999)", parse_betas, metavar="B1,B2"
     )
     ema: float | None = flag(
@@ -206,10 +207,10 @@ class TrainRequest:
         "uniform; or logit, not stretched",
         choices=("shifted", "uniform", "logit"),
     )
-    sigma_shift: float | None = flag(
+    sigma_shift: float | None = setting(
         None, "mean of the noise levels' logits (default: by tokens)", parse_shift, metavar="auto|X"
     )
-    sigma_range: tuple[float, float] = flag(
+    sigma_range: tuple[float, float] = setting(
         (0.0, 1.0), "range of the noise levels (default: 0,1)", parse_range, metavar="A,B"
     )
     audio_sigma: str = flag(
@@ -217,14 +218,14 @@ class TrainRequest:
     )
     video_loss: float = flag(1.0, "weight of the picture's loss", least=0, most=1e6)
     audio_loss: float = flag(1.0, "weight of the sound's loss", least=0, most=1e6)
-    audio_balance: float | None = flag(
+    audio_balance: float | None = setting(
         None,
         "ratio to which the sound's loss is weighed against the picture's, by their running "
         "means, or off (default: off)",
         parse_ratio,
         metavar="off|RATIO",
     )
-    sound_share: float | None = flag(
+    sound_share: float | None = setting(
         None, "share of samples with sound (default: as in the data)", least=0, most=1
     )
     caption_dropout: float = flag(
@@ -256,10 +257,14 @@ class TrainRequest:
         "clips of in RUN/validation, also before the first step",
         marks="free",
     )
-    validation_seed: int = free_flag(42, "seed of the first validation clip", least=0, most=2**63)
+    validation_seed: int = setting(
+        42, "seed of the first validation clip", least=0, most=2**63, marks="free"
+    )
     save_every: int = shown_flag(250, "steps between two LoRAs and states", least=1, marks="free")
     keep: int = free_flag(2, "number of states to keep", least=1)
-    keep_every: int = free_flag(0, "steps whose multiples keep their states, too; 0: none", least=0)
+    keep_every: int = setting(
+        0, "steps whose multiples keep their states, too; 0: none", least=0, marks="free"
+    )
     seed: int = flag(42, "seed of noise, order and initial values", least=0, most=2**64 - 1)
     dry_run: bool = shown_flag(
         False, "print groups and sizes, and train nothing", marks="free once"
@@ -277,7 +282,7 @@ class TrainRequest:
         False, "continue a run with other flags than it was begun with", marks="free once"
     )
     allow_distilled: bool = free_flag(False, "train on a distilled model")
-    allow_partial_sound: bool = free_flag(False, SUPPRESS)  # decides nothing any more
+    allow_partial_sound: bool = setting(False, SUPPRESS, marks="free")  # decides nothing any more
 
     @property
     def levels(self) -> NoiseLevels:

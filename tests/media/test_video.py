@@ -2,6 +2,7 @@
 first."""
 
 import contextlib
+import math
 import os
 import random
 import re
@@ -182,6 +183,34 @@ def test_gaps_repeat_a_frame_at_the_rate_of_most(tmp_path, name, times, last, sh
     assert clip.info.fps == 24 and not clip.info.varies
     assert re.search(says, singular(" ".join(clip.said())))
     assert [int(pixels[0, 0, 0]) for pixels in clip.frames()] == shown
+
+
+@pytest.mark.parametrize("speed", [Fraction(2), Fraction(1, 2), Fraction(13, 10), Fraction(6)])
+def test_a_file_at_another_speed_has_its_frames_in_time_and_its_pitch(tmp_path, speed):
+    """Pictures get brighter while a tone sounds, which stops for 0.25 s after 1 s."""
+    frames, rate = 48, 48000
+    for i in range(frames):
+        Image.new("RGB", (16, 16), (5 * i,) * 3).save(tmp_path / f"{i:02d}.png")
+    tone = 0.3 * np.sin(2 * np.pi * 440 * np.arange(2 * rate) / rate).astype(np.float32)
+    tone[rate : rate * 5 // 4] = 0
+    write_wav(tmp_path / "sound.wav", np.stack([tone, tone]), rate)
+    clip = Footage.read(tmp_path, FLAG).retimed(speed)
+    shown = [int(i * speed) for i in range(math.ceil(frames / speed))]
+    assert [int(x[8, 8, 0]) // 5 for x in clip.frames()] == shown
+    assert clip.info.num_frames == len(shown) and clip.info.fps == 24
+    half = clip.part(len(shown) // 2, 10**6)
+    assert [int(x[8, 8, 0]) // 5 for x in half.frames()] == shown[len(shown) // 2 :]
+    sound = clip.sound(rate).part(0, 10**9)[0]
+    assert len(sound) == round(len(shown) / 24 * rate)
+    quiet = np.flatnonzero(np.abs(sound) < 1e-3)
+    runs = np.split(quiet, np.flatnonzero(np.diff(quiet) > rate // 100) + 1)
+    gap = max((run for run in runs if run[0] < len(sound) * 0.8), key=len)
+    # 0.05 s: a window of FFmpeg's `atempo` lasts so long
+    assert abs(gap[0] / rate - 1 / speed) < 0.05 and abs(gap[-1] / rate - 1.25 / speed) < 0.05
+    start = sound[: int(rate / speed * 0.9)]
+    pitch = np.abs(np.fft.rfft(start * np.hanning(len(start)))).argmax() * rate / len(start)
+    assert abs(pitch - 440) < 8
+    assert "sound keeps its pitch" in " ".join(clip.said())
 
 
 def test_a_picture_that_ends_before_its_sound_by_an_edit_list_is_whole(tmp_path):

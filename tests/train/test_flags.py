@@ -89,9 +89,11 @@ def test_values_are_read_and_refused():
 def test_a_run_of_many_flags_and_its_configuration(model, train, refused, no_run, tmp_path, capsys):
     first, again, config = tmp_path / "first", tmp_path / "again", tmp_path / "train.toml"
     more = {"mode": "t2v", "targets": r"attn1\.to_[qv]", "audio_rank": 1, "ema": 0.5}
-    more |= {"betas": "0.8,0.99", "audio_balance": 0.5, "keep_every": 1, "keep": 1}
-    more |= {"sigma": "uniform", "sigma_range": "0.3,0.9"}
-    words = ("--deterministic", "--json")
+    more |= {"sigma": "uniform", "keep": 1}
+    settings = tmp_path / "settings.toml"
+    ours = 'betas = "0.8,0.99"', "audio_balance = 0.5", "keep_every = 1", 'sigma_range = "0.3,0.9"'
+    settings.write_text("\n".join(ours))
+    words = ("--deterministic", "--json", "--config", settings)
     capsys.readouterr()
     train(first, *words, **more)
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -158,7 +160,8 @@ def test_several_caches_and_kinds_of_clips(prepare, train, cache, no_run, tmp_pa
     clips, other = write_clips(tmp_path / "clips", 2, sound=False, frames=17), tmp_path / "other"
     prepare(clips, other, "--buckets", "64x64x17,32x64x9")
     more = {"batch": 2, "steps": 3, "mode": "t2v"}
-    train(tmp_path / "a", "--data", f"{other}:3", "--sound-share", 0.5, **more)
+    (half := tmp_path / "half.toml").write_text("sound_share = 0.5")
+    train(tmp_path / "a", "--data", f"{other}:3", "--config", half, **more)
     capsys.readouterr()
     train(tmp_path / "b", "--data", other, **more)
     assert "2 of 5 clips have no sound: they train only the picture" in capsys.readouterr().err
@@ -169,7 +172,8 @@ def test_several_caches_and_kinds_of_clips(prepare, train, cache, no_run, tmp_pa
     train(tmp_path / "d", mode="t2v", streams="video", targets="video-attn", steps=1)
     assert rows_of(tmp_path / "d")[0].keys() & {"video_loss", "audio_loss"} == {"video_loss"}
     for flags, said in (
-        ({"sound_share": 0.5}, "no clip is without sound"),
+        ({"config": half}, "no clip is without sound"),
+        ({"betas": "0.9,0.99"}, "--betas: write it, with underscores, into the file of --config"),
         ({"mode": "a2v", "streams": "audio"}, "--streams: audio, --mode a2v trains video"),
         ({"mode": "t2v", "prefix": "2:1"}, "--prefix: 2 latent frames, the clips have 2"),
         ({"mode": "inpaint"}, "--mask: 3 of 3 clips have none, such as 0.mp4"),

@@ -90,8 +90,10 @@ class Mask(Group):
                     f"--mask-box: {left},{top},{width},{height} reaches beyond the clip, which is "
                     f"{columns}x{rows}"
                 )
-        how = {"pad": self.pad, "box": self.mask_box, "resize": source.resize, "start": start}
-        return Region(self.mask, source.size[::-1], num_frames, self.mask_grow, **how)
+        return Region(
+            self.mask, source.size[::-1], num_frames, self.mask_grow, self.pad, self.mask_box,
+            source.resize, start, source.speed,
+        )  # fmt: skip
 
     def black(self) -> InputError:
         lies = f"{self.mask} is black" if self.mask else "--fit crop cuts it off"

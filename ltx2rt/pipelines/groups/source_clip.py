@@ -73,6 +73,14 @@ class SourceClip(Duration):
         least=1,
         most=99,
     )
+    speed: float = flag(
+        1.0,
+        "play the file this many times as fast, 0.5 for half; its sound keeps its pitch",
+        metavar="FACTOR",
+        group="conditioning",
+        least=0.1,
+        most=10,
+    )
     num_frames: int = of_the_file(Length, "num_frames")
     seconds: float | None = of_the_file(Length, "seconds")
     fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS, marks="command")
@@ -81,19 +89,22 @@ class SourceClip(Duration):
     def length(self, request: Request) -> tuple[int | None, Fraction] | None:
         if self.given is None or not self.given.exists():
             return None, self.fps or parse_fps(24)
-        info = read_clip(self.given, self.spelled, self.tracks).info
-        return info.num_frames, self.fps or info.fps
+        info = self._footage().info
+        return info.num_frames, info.fps
 
-    def into(self, draft: Draft, model: ModelConfig) -> None:
-        """Fill size, length and rate by the file, which is read whole, once, with a border."""
-        source, (columns, rows) = (
-            read_clip(self.path, self.spelled, self.tracks),
-            draft.request.border,
-        )
+    def _footage(self) -> Footage:
+        """The file as it is played, which is read whole."""
+        source = read_clip(self.path, self.spelled, self.tracks)
         if self.fps:
             times_s = tuple(i / self.fps for i in range(source.info.num_frames))
             source = replace(source, info=replace(source.info, fps=self.fps, times_s=times_s))
-        draft.source = source = draft.request[FileSize].sized(source, (columns, rows))
+        return source.retimed(Fraction(self.speed).limit_denominator(1000))
+
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        """Fill size, length and rate by the file, which is read whole, once, with a border."""
+        columns, rows = draft.request.border
+        source = draft.request[FileSize].sized(self._footage(), (columns, rows))
+        draft.source = source
         (width, height), info = source.size, source.info
         draft.fill(num_frames=info.num_frames, fps=info.fps)
         draft.fill(width=width + columns, height=height + rows)
@@ -148,8 +159,8 @@ class SourceClip(Duration):
     def sound(self, clip: Clip, model: ModelConfig, **how: Any) -> SourceSound:
         """The sound of these frames. how: more fields of the stage."""
         how = {"num_videos": len(clip.seeds), "fit": "zeros", "record": "source.audio", **how}
-        start_s, track = clip.given.start_s, self.audio_track
-        return SourceSound(self.path, clip.geometry(model), start_s, track=track, **how)
+        how |= {"track": self.audio_track, "speed": clip.given.speed}
+        return SourceSound(self.path, clip.geometry(model), clip.given.start_s, **how)
 
     def whole_sound(self, clip: Clip, model: ModelConfig) -> SourceSound | None:
         if not clip.keeps_sound:
