@@ -5,17 +5,20 @@ use little memory. Their bytes are kept as they are, so that a clip is that of t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import re
 import shutil
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from ltx2rt.media.hdr import MAGIC, read_exr
-from ltx2rt.media.images import formats, is_heic, read_rgb
+from ltx2rt.media.images import formats, read_rgb
 from ltx2rt.serve.refusal import NO_SPACE, Refusal
 from ltx2rt.system import limit
 
@@ -30,16 +33,11 @@ MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**3
 TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
-IMAGES = ("PNG", "JPEG", "WEBP", "HEIC", "TIFF", "BMP", "GIF", "AVIF")
 # as FFmpeg calls its readers
 MEDIA = (
     "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg", "avi", "aiff", "caf", "mpeg",
     "mpegts", "aac", "amr", "asf", "flv", "gif", "apng", "w64", "wv", "tta", "au", "ac3", "mpegvideo",
     "eac3", "dts", "ape", "yuv4mpegpipe", "mjpeg", "h264", "hevc", "mxf", "dv", "ivf", "nut",
-)  # fmt: skip
-STARTS = (
-    b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"RIFF", b"II*\0", b"MM\0*", b"BM", b"GIF8", b"\0\0\0 ftypavif",
-    b"\0\0\0\x1cftypavif",
 )  # fmt: skip
 AT_ONCE = 4  # are decoded; more wait
 # what is kept as one kind cannot be named as another
@@ -59,9 +57,6 @@ async def check_upload(data: bytes, field: str, kind: str) -> None:
     if len(data) > (most := MAX_BYTES[kind]):
         text = f"{field}: {len(data)} bytes, expected at most {most}"
         raise Refusal(413, "payload_too_large", text, field)
-    if kind == IMAGE and not (data.startswith(STARTS) or is_heic(data[:64])):
-        text = f"{field}: no {', '.join(IMAGES)} or EXR file; save it as one of them"
-        raise Refusal(400, "bad_image", text, field)
     async with _places:
         process = await asyncio.create_subprocess_exec(
             *READER, kind,
@@ -96,18 +91,11 @@ def main() -> int:
             shutil.copyfileobj(sys.stdin.buffer, file)
             file.flush()
             path = Path(f"/dev/fd/{file.fileno()}")
-            file.seek(0)
-            start = file.read(64)
-            still = kind == IMAGE or (kind == MASK and (start.startswith(STARTS) or is_heic(start)))
-            if kind == EXR:
-                read_light(path)
-            else:
-                read_image(path) if still else read_media(kind, path)
+            {IMAGE: read_image, EXR: read_light}.get(kind, partial(read_media, kind))(path)
     except Exception as error:
-        # FFmpeg's begin with a number, and name the file
-        said = getattr(error, "strerror", None) or str(error)
-        print(re.sub(r"--image: /dev/fd/\d+", "it", said)[:200])
         full = isinstance(error, OSError) and error.errno in NO_SPACE
+        said = re.sub(r"(\S+: )?/dev/fd/\d+: ", "", str(error))
+        print(re.sub(r"(\S+: )?/dev/fd/\d+", "it", said)[:200])
         return NOT_STORED if full else 1
     return 0
 
@@ -141,9 +129,8 @@ def _size_px(path: Path) -> tuple[int, int]:
     from PIL import Image
 
     Image.MAX_IMAGE_PIXELS = MAX_PX  # Pillow opens nothing of twice as many
-    kinds = [kind for kind in formats(path) if kind in ("HEIF", *IMAGES)]
     try:
-        with Image.open(path, formats=kinds) as image:
+        with Image.open(path, formats=formats(path)) as image:
             return image.size
     except ImportError:
         raise ValueError("it is HEIC, which this server cannot read; save it as JPEG") from None
@@ -152,39 +139,51 @@ def _size_px(path: Path) -> tuple[int, int]:
             f"over {2 * MAX_PX} pixels, expected at most {MAX_PX} in all; make it smaller"
         ) from None
     except Exception:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        said = f"it is no readable {', '.join(IMAGES)} file; save it again as PNG"
-        raise ValueError(said) from None
+        raise ValueError("it is no readable image; save it as PNG or JPEG") from None
 
 
 def read_media(kind: str, path: Path) -> None:
+    """Refuse all that a run refuses, after a look at the container and its sizes."""
+    from av.error import FFmpegError
+
+    from ltx2rt.media.sound import sound_blocks
     from ltx2rt.media.streams import opened
     from ltx2rt.media.video import is_animated_webp, is_still, video_info
 
-    if kind == VIDEO and is_still(path):  # a sheet that a clip refers to
+    if kind != SOUND and is_still(path):  # a sheet that a clip refers to, or a mask
         return read_image(path)
-    if kind != SOUND and is_animated_webp(path):
-        info = video_info(path, kind)
-        check_size(info.width, info.height, MAX_FRAME_PX)
-        check_length(float(info.num_frames / info.fps), info.num_frames)
-        return
-    with opened(path) as container:
-        streams = [*container.streams.audio, *container.streams.video]
-        if container.format.name not in MEDIA or len(container.streams) > MAX_STREAMS:
-            raise ValueError(
-                f"no {kind}: a file of the kind {container.format.name!r}; save it as MP4 or WAV"
-            )
-        if not (container.streams.audio if kind == SOUND else container.streams.video):
-            raise ValueError(f"holds no {kind}")
-        for video in container.streams.video:
-            if video.codec_context is None:
-                raise ValueError(f"its {kind} is of no known kind; save it as MP4")
+    try:
+        with contextlib.nullcontext() if is_animated_webp(path) else opened(path) as container:
+            if container:
+                check_container(kind, container)
+    except FFmpegError as error:
+        end = "WAV" if kind == SOUND else "MP4"
+        raise ValueError(f"it is no readable {kind} ({error.strerror}); save it as {end}") from None
+    if kind == SOUND:
+        seconds = 0.0
+        for rate, block in sound_blocks(path, say=lambda text: None):
+            seconds += block.shape[1] / rate
+            check_length(seconds, 0, MAX_SOUND_S)
+        return None
+    info = video_info(path, kind, MAX_FRAMES + 1)
+    check_size(info.width, info.height, MAX_FRAME_PX)
+    check_length(float(info.num_frames / info.fps), info.num_frames)
+
+
+def check_container(kind: str, container: Any) -> None:
+    """Raises ValueError."""
+    sounds, videos = container.streams.audio, container.streams.video
+    if container.format.name not in MEDIA:
+        found = f"a file of the kind {container.format.name!r}"
+        raise ValueError(f"no {kind}: {found}; save it as MP4 or WAV")
+    if len(sounds) + len(videos) > MAX_STREAMS:
+        tracks = f"it has {len(sounds) + len(videos)} tracks, expected at most {MAX_STREAMS}"
+        raise ValueError(f"{tracks}; leave some out")
+    if not (sounds if kind == SOUND else videos):
+        raise ValueError(f"holds no {kind}; send another file")
+    for video in videos:
+        if video.codec_context is not None:
             check_size(video.width, video.height, MAX_FRAME_PX)
-        frames = dict.fromkeys((stream.index for stream in streams), 0)
-        for packet in container.demux(*streams):
-            for frame in packet.decode():
-                frames[packet.stream.index] += packet.stream.type == "video"
-                most_s = MAX_SOUND_S if kind == SOUND else MAX_S
-                check_length(frame.time or 0, frames[packet.stream.index], most_s)
 
 
 if __name__ == "__main__":

@@ -307,8 +307,8 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
 
 
 @pytest.mark.parametrize("field, data, code, words", [
-    ("images", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "bad_image", "PNG, JPEG, WEBP"),
-    ("images", b"", "bad_image", "PNG, JPEG, WEBP"),
+    ("images", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "bad_image", "save it as PNG"),
+    ("images", b"", "bad_image", "save it as PNG"),
     ("audio_path", b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n", "bad_sound", ""),
     ("audio_path", b"ID3\x04\x00\x00\x00\x00\x00\x00#EXTM3U\n#EXTINF:1,\nhttp://127.0.0.1/\n", "bad_sound", ""),
     ("audio_path", b"ffconcat version 1.0\nfile /etc/passwd\n", "bad_sound", ""),

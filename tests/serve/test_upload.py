@@ -33,7 +33,7 @@ def png_of(side):
 
 
 NOISE = Image.effect_noise((300, 200), 50).convert("RGB")
-NO_FILE = "it is no readable PNG, JPEG, WEBP, HEIC, TIFF, BMP, GIF, AVIF file; save it again as PNG"
+NO_FILE = "it is no readable image; save it as PNG or JPEG"
 
 
 @pytest.mark.parametrize("data, words", [
@@ -180,3 +180,34 @@ def as_container(name, codec, sound, **how):
 ])  # fmt: skip
 def test_the_server_takes_what_the_command_line_reads(kind, name, codec, sound, how):
     asyncio.run(check_upload(as_container(name, codec, sound, **how), "a_file", kind))
+
+
+@pytest.mark.parametrize("kind, data, words", [
+    (VIDEO, b"PK\x03\x04" + bytes(400), "it is no readable video (Invalid data"),
+    (SOUND, b"PK\x03\x04" + bytes(400), "it is no readable sound (Invalid data"),
+    (SOUND, as_container("mp4", "libx264", ""), "holds no sound; send another file"),
+    (IMAGE, b"\0\0\x01\0" + bytes(40), "it is no readable image; save it as PNG or JPEG"),
+])  # fmt: skip
+def test_a_refusal_says_what_to_send(kind, data, words):
+    with pytest.raises(Refusal) as refused:
+        asyncio.run(check_upload(data, "a_file", kind))
+    assert str(refused.value).startswith(f"a_file: {words}"), refused.value
+
+
+def test_images_are_read_by_the_reader_of_the_command_line():
+    """An AVIF of several pictures, and kinds without a name on the page."""
+    frames = [NOISE, NOISE.rotate(180)]
+    moving = encoded(NOISE, "AVIF", save_all=True, append_images=frames)
+    for data in (moving, encoded(NOISE, "JPEG2000"), encoded(NOISE, "PPM")):
+        asyncio.run(check_upload(data, "images", IMAGE))
+
+
+def test_one_bad_packet_of_sound_does_not_refuse_a_clip():
+    """It is silence, with a line, as on the command line."""
+    data = as_container("mp4", "libx264", "aac")
+    with av.open(io.BytesIO(data)) as found:
+        packets = [p for p in found.demux(audio=0) if p.size]
+        first = packets[len(packets) // 2].pos
+    damaged = data[:first] + b"\xff" * 40 + data[first + 40 :]
+    asyncio.run(check_upload(damaged, "a_file", VIDEO))
+    asyncio.run(check_upload(damaged, "a_file", SOUND))
