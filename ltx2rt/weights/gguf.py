@@ -119,7 +119,10 @@ class GgufFile(TensorFile):
 
     def whole(self) -> TensorFile | TensorFolder:
         """This file, or all parts of a split one. Raises InputError if one is missing."""
-        if (count := int(self.metadata.get("split.count", 1))) <= 1:
+        text = self.metadata.get("split.count", "1")
+        if not re.fullmatch("[0-9]{1,5}", text):
+            raise InputError(f"{self.path}: split.count = {text!r:.40} is no number of files")
+        if (count := int(text)) <= 1:
             return self
         paths = split_parts(self.path)
         if len(paths) != count:

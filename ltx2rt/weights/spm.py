@@ -19,17 +19,27 @@ ADDED = (2, 3, USER_DEFINED)  # types in both kinds of files: unknown, control, 
 SPACE = "\u2581"  # what stands for a space
 SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>",
            "<start_of_image>", "<end_of_image>")  # fmt: skip
+MAX_PIECE = 256  # characters; each place in a piece may be a merge
 IS_BPE = 2  # the number of the model's type in a proto
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """Pieces in the order of ids, scores, types. space_first: put a space before the text."""
+    """Pieces in the order of ids, scores, types. where: its file. space_first: put a space before
+    the text. Raises InputError."""
 
     pieces: Sequence[str]
     scores: Sequence[float]
     types: Sequence[int]
+    where: str
     space_first: bool = False
+
+    def __post_init__(self) -> None:
+        columns = {str: self.pieces, float: self.scores, int: self.types}
+        fits = all(isinstance(x, kind) for kind, column in columns.items() for x in column)
+        fits = fits and len({*map(len, columns.values())}) == 1
+        if not fits or any(len(piece) > MAX_PIECE for piece in self.pieces):
+            raise InputError(f"{self.where}: its vocabulary is damaged; download it again")
 
     def tokenizer_json(self) -> bytes:
         """The file that `tokenizers` reads."""
@@ -92,7 +102,7 @@ def of_proto(data: bytes, where: str) -> Vocabulary:
     if not pieces or kind != IS_BPE or charsmap:
         said = "holds no pieces" if not pieces else "is no plain BPE, as Gemma's is"
         raise InputError(f"{where}: {said}; put the model's tokenizer.json beside the file")
-    return Vocabulary(*zip(*pieces, strict=True), space_first=space_first)
+    return Vocabulary(*zip(*pieces, strict=True), where=where, space_first=space_first)
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, Any]]:

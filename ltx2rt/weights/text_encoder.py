@@ -49,12 +49,11 @@ class Asset:
         file = open_file(self.path)
         if self.name == VOCABULARY[0] and (gguf := _with_vocabulary(file)):
             found = gguf.arrays(*VOCABULARY)
-            sizes = {key: len(found.get(key, ())) for key in VOCABULARY}
-            if len({*sizes.values()}) > 1:
-                raise InputError(f"{gguf.path}: its vocabulary is of {sizes}; download it again")
             first = gguf.metadata.get("tokenizer.ggml.add_space_prefix", "false") == "true"
-            pieces, scores, types = (found[key] for key in VOCABULARY)
-            return spm.Vocabulary(pieces, scores, types, first).tokenizer_json()
+            columns = (found.get(key, []) for key in VOCABULARY)
+            return spm.Vocabulary(
+                *columns, where=str(gguf.path), space_first=first
+            ).tokenizer_json()
         if self.name not in file.names():
             return file.metadata[self.name].encode()
         data = file.read(self.name).tobytes()

@@ -624,6 +624,9 @@ def with_keys(gemmas, path: Path, change, **more: np.ndarray) -> Path:
     ({"gemma3.attention.value_length": 8}, "attention.value_length = 8, expected"),
     ({"gemma3.block_count": 10**9}, "num_hidden_layers = 1000000000, expected a positive int up"),
     ({"gemma3.block_count": "x"}, "block_count = 'x', expected a number"),
+    ({"gemma3.block_count": 62, "gemma3.embedding_length": 5376, "gemma3.attention.head_count": 0},
+     "num_attention_heads = 0, expected a positive int"),
+    ({"split.count": 1.5}, "split.count = '1.5' is no number of files"),
     ({"gemma3.embedding_length": 65}, "hidden size 65"),
 ])  # fmt: skip
 def test_keys_of_gemma_that_do_not_fit_are_refused(apart, gemmas, tmp_path, change, says):

@@ -76,6 +76,18 @@ def test_another_model_is_refused(tmp_path, data, says):
         find_tokenizer(path, []).read_bytes()
 
 
+@pytest.mark.parametrize("key, values", [
+    ("tokens", [5] * 304), ("scores", ["a"] * 304), ("token_type", [1.5] * 304), ("scores", [0.5] * 303),
+    ("tokens", ["a" * 20_000] * 304),  # minutes to merge
+])  # fmt: skip
+def test_a_vocabulary_that_is_none_is_refused(tmp_path, key, values):
+    whole = {"tokens": ["a"] * 304, "scores": [0.5] * 304, "token_type": [1] * 304, key: values}
+    keys = {f"tokenizer.ggml.{name}": column for name, column in whole.items()}
+    path = write_gguf(tmp_path / "a.gguf", {"x": np.ones(3, np.float32)}, "gemma3", keys)
+    with refused(r"a\.gguf: its vocabulary is damaged"):
+        find_tokenizer(path, []).read_bytes()
+
+
 def test_a_space_is_put_first_where_the_model_says_so(tmp_path):
     path = tmp_path / "a.safetensors"
     write_arrays(path, {"spiece_model": np.frombuffer(proto(dummy_prefix=1), np.uint8)})

@@ -56,7 +56,7 @@ GGUF_TOKENS = {
     key: f"tokenizer.ggml.{word}_token_id"
     for key, word in zip(TOKENS, ("padding", "eos", "bos"), strict=True)
 }
-GEMMA_27B = (62, 5376)  # layers and width
+GEMMA_27B, GEMMA_27B_SCALAR = (62, 5376), 168  # layers and width; its width over its heads
 SCALED_SIZES = ((34, 2560), (48, 3840), GEMMA_27B)  # released models with a RoPE scaling
 SCALED_FACTOR = 8.0
 
@@ -185,7 +185,7 @@ def gguf_gemma3(metadata: Mapping[str, str], vocab_size: int, where: str) -> Key
         found["layer_types"] = layer_words(pattern)
     else:
         found["sliding_window_pattern"] = pattern
-    scalar = found["hidden_size"] // found["num_attention_heads"] if size == GEMMA_27B else head_dim
+    scalar = GEMMA_27B_SCALAR if size == GEMMA_27B else head_dim
     scaling = {"rope_type": "linear", "factor": factor} if factor != 1 else None
     found |= {"query_pre_attn_scalar": scalar, "rope_scaling": scaling}
     for ours, theirs in GGUF_TOKENS.items():
