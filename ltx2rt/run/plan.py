@@ -189,15 +189,18 @@ def checked(session: Session, found: Resolved) -> Plan:
     return Plan(clip, stages, loras, merges, said, tuple(trained))
 
 
+def _counts(stages: Sequence[Stage]) -> str:
+    counts = {s.name: str(len(s.sigmas) - 1) for s in stages if isinstance(s, Denoise)}
+    return " + ".join(counts.values())
+
+
 def _guided(clip: Clip, stages: Sequence[Stage]) -> Iterator[str]:
     """Say by how many steps and which scales a clip is guided, if it is."""
     if clip.guiding:
-        counts = {s.name: str(len(s.sigmas) - 1) for s in stages if isinstance(s, Denoise)}
         scales = zip(MODALITIES, clip.guiding.guidance[:, 0], strict=True)
         cfg = " and ".join(f"{scale:g} for {stream}" for stream, scale in scales if scale != 1)
         yield (
-            f"{clip.request.name}: {' + '.join(counts.values())} steps, guided in the first, "
-            f"CFG {cfg or 'off'}"
+            f"{clip.request.name}: {_counts(stages)} steps, guided in the first, CFG {cfg or 'off'}"
         )
 
 
@@ -213,10 +216,9 @@ def _decided(
     if request.takes_distilled != "optional" or (lora and options.distilled_lora):
         return ""
     if known and known.kind == "distilled":
-        counts = {s.name: str(len(s.sigmas) - 1) for s in stages if isinstance(s, Denoise)}
         return (
             f"distilled weights ({known.how}): pipeline {request.name}, "
-            f"{' + '.join(counts.values())} steps, unguided"
+            f"{_counts(stages)} steps, unguided"
         )
     how, advice = "no distilled LoRA is merged", "dev weights need --distilled-lora FILE"
     if lora:

@@ -10,7 +10,8 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -27,8 +28,11 @@ from ltx2rt.text_files import once
 
 MAX_FIELDS, MAX_FILES = 64, 8
 MAX_MARKS = 50_000  # commas and opening brackets of JSON, which cost a hundred times their size
+MAX_ESCAPES = 2**20  # in a form of text; reading one takes half a microsecond
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
 FORM = "application/x-www-form-urlencoded"
+# One body at a time: the server answers others meanwhile, and large ones need memory in turn.
+_reader = ThreadPoolExecutor(1, thread_name_prefix="body")
 
 
 class Gone(Exception):
@@ -42,8 +46,11 @@ async def fields_of(
     their `file_id`. folder: where; none: their bytes are there. Raises Refusal."""
     coding = request.headers.get("content-encoding", "identity").strip().lower()
     if coding != "identity":
-        text = f"content-encoding: {coding[:80]!r}, expected none; send the body as it is"
-        raise Refusal(415, "bad_content_encoding", text)
+        raise Refusal(
+            415,
+            "bad_content_encoding",
+            f"content-encoding: {coding[:80]!r}, expected none; send the body as it is",
+        )
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     chunks = _chunks(request, max_bytes)
     files: dict[str, list[bytes]] = {}
@@ -52,23 +59,35 @@ async def fields_of(
     elif kind in ("application/json", FORM, ""):
         body = b"".join([chunk async for chunk in chunks])
         json_body = kind != FORM or body.lstrip()[:1] == b"{"  # `curl -d` calls JSON a form
-        given = _json(body) if json_body else _urlencoded(body)
+        given = await _read(_json if json_body else _urlencoded, body)
     else:
-        text = f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json"
-        raise Refusal(415, "bad_content_type", text)
-    for name in structured():  # lists and objects may come as text
-        text = given.get(name)
-        if isinstance(text, str) and text.lstrip()[:1] in ("[", "{"):
-            given[name] = _parsed(text, name)
-        elif isinstance(text, list) and name in ("loras", "images", *uploads()):
-            given[name] = [_parsed(x, name) if _is_object(x) else x for x in text]
+        raise Refusal(
+            415,
+            "bad_content_type",
+            f"content-type: {kind[:80]!r}, expected multipart/form-data or application/json",
+        )
+    await _read(_structure, given)
     if folder is None:
         return {**given, **{name: data[0] for name, data in files.items()}}
     return await _with_files(given, files, folder, request.state.user)
 
 
-def _is_object(item: Any) -> bool:
-    return isinstance(item, str) and item.lstrip().startswith("{")
+async def _read(call: Callable[..., Any], *args: Any) -> Any:
+    """Return the result of a call in the thread that reads large texts."""
+    return await asyncio.get_running_loop().run_in_executor(_reader, call, *args)
+
+
+def _structure(given: dict[str, Any]) -> None:
+    """Replace lists and objects that came as text. Raises Refusal."""
+    for name in structured():
+        text = given.get(name)
+        if isinstance(text, str) and text.lstrip()[:1] in ("[", "{"):
+            given[name] = _parsed(text, name)
+        elif isinstance(text, list) and name in ("loras", "images", *uploads()):
+            given[name] = [
+                _parsed(x, name) if isinstance(x, str) and x.lstrip()[:1] == "{" else x
+                for x in text
+            ]
 
 
 async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, None]:
@@ -82,8 +101,9 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
         try:
             message = await asyncio.wait_for(request.receive(), SLOW_S)
         except TimeoutError:
-            text = f"nothing arrived for {SLOW_S} s; send it again"
-            raise Refusal(408, "too_slow", text) from None
+            raise Refusal(
+                408, "too_slow", f"nothing arrived for {SLOW_S} s; send it again"
+            ) from None
         if message["type"] == "http.disconnect":
             raise Gone
         chunk, more = message.get("body", b""), message.get("more_body", False)
@@ -91,8 +111,9 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
         if size > max_bytes:
             raise too_large
         if spent_s > SLOW_S and size < spent_s * SLOWEST_BYTES_PER_S:
-            text = f"{size} bytes in {spent_s:.0f} s; send it again, faster"
-            raise Refusal(408, "too_slow", text)
+            raise Refusal(
+                408, "too_slow", f"{size} bytes in {spent_s:.0f} s; send it again, faster"
+            )
         yield chunk
 
 
@@ -120,6 +141,8 @@ async def _multipart(
 
 def _urlencoded(body: bytes) -> dict[str, Any]:
     """Raises Refusal."""
+    if body.count(b"%") > MAX_ESCAPES:
+        raise invalid(f"form: over {MAX_ESCAPES} escapes; send multipart/form-data or JSON")
     try:
         found = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=MAX_FIELDS)
     except ValueError as error:
@@ -194,7 +217,8 @@ async def _with_files(
     kinds = {"images": IMAGE} | uploads()
     items = {name: _listed(given[name]) for name in kinds if given.get(name) is not None}
     items.setdefault("images", []).extend(_listed(given.pop("input_reference", None)))
-    named = {str(x["file"]) for some in items.values() for x in some if _names_a_file(x)}
+    objects = [x for some in items.values() for x in some if isinstance(x, dict)]
+    named = {str(x["file"]) for x in objects if "file" in x}
     for name in [name for name in given if name not in kinds]:  # as other servers call it
         if _holds_a_file(given[name]) and (meant := file_field(name, kinds)):
             _add(items, name, *meant, [{"data": x} for x in _listed(given.pop(name))])
@@ -222,10 +246,6 @@ def _add(
         raise _twice(name, "" if name == field else f", as {field}")
 
 
-def _names_a_file(item: Any) -> bool:
-    return isinstance(item, dict) and "file" in item
-
-
 def _holds_a_file(value: Any) -> bool:
     """Whether it is a file in text, or a list of such."""
     texts = [text_of(item) for item in _listed(value)]
@@ -246,7 +266,7 @@ async def _kept(
             raise invalid(f"{name}: {found} {file[:80]!r} {'were' if sent else 'was'} sent", name)
         data = sent[0]
     elif (text := text_of(item)) is not None:
-        data = bytes_of(text, name, kind)
+        data = await _read(bytes_of, text, name, kind)
     elif rest.keys() & KEYS:
         text = "expected a data: URL, base64, or a file of the form"
         raise invalid(f"{name}: {text}", name)

@@ -31,6 +31,7 @@ from ltx2rt.serve.refusal import NO_SPACE, Refusal, invalid
 from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
 
 MAX_REQUESTS, MAX_OF_USER = 1000, 250  # at once, of all users and of one
+MAX_BYTES_OF_USER = 2**29  # in bodies of open requests; a single body may be longer
 WATCH_S = 1.0
 RETRY_S = 10
 UNREAD_S = 1.0  # a refused body is read to get the answer through
@@ -59,10 +60,12 @@ PREFLIGHT = {
 
 @dataclass
 class Asked:
-    """A request in progress. revoked: its user is known no more."""
+    """A request in progress. body_bytes: size of the part of its body that has arrived. revoked: its
+    user is known no more."""
 
     request: Request
     user: User
+    body_bytes: int = 0
     revoked: bool = False
 
 
@@ -97,6 +100,7 @@ class Gate:
             message = await receive()
             more = message["type"] == "http.request" and message.get("more_body", False)
             scope["state"]["read"] = not more
+            self._require_memory(task, len(message.get("body", b"")))
             return message
 
         scope["state"] = {"read": False}
@@ -141,11 +145,34 @@ class Gate:
         if request.url.path in PROBES:
             return
         if [asked.user.name for asked in self._asked.values()].count(user.name) >= MAX_OF_USER:
-            text = f"{MAX_OF_USER} requests of yours are open, streams included; close some"
-            raise Refusal(429, "too_many_requests", text, retry_after_s=RETRY_S)
+            raise Refusal(
+                429,
+                "too_many_requests",
+                f"{MAX_OF_USER} requests of yours are open, streams included; close some",
+                retry_after_s=RETRY_S,
+            )
         if len(self._asked) >= MAX_REQUESTS:
-            text = f"{MAX_REQUESTS} requests are open; try again later"
-            raise Refusal(503, "busy", text, retry_after_s=RETRY_S)
+            raise Refusal(
+                503,
+                "busy",
+                f"{MAX_REQUESTS} requests are open; try again later",
+                retry_after_s=RETRY_S,
+            )
+
+    def _require_memory(self, task: Any, more_bytes: int) -> None:
+        """Count more of a body. Raises Refusal, once: the rest is read without being kept."""
+        if (asked := self._asked.get(task)) is None:
+            return
+        asked.body_bytes += more_bytes
+        own = [one.body_bytes for one in self._asked.values() if one.user == asked.user]
+        if asked.body_bytes < sum(own) and sum(own) > MAX_BYTES_OF_USER:
+            del self._asked[task]
+            raise Refusal(
+                503,
+                "busy",
+                "other large requests are being read; send this one again later",
+                retry_after_s=RETRY_S,
+            )
 
     async def watch(self) -> None:
         """End the requests of users whose token is revoked."""
@@ -174,8 +201,11 @@ class Gate:
         """Raises Refusal."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
         if self.users is None and not is_local(host):
-            text = f"host: {host[:80]!r}, expected localhost; give the server a token file"
-            raise Refusal(403, "bad_host", text)
+            raise Refusal(
+                403,
+                "bad_host",
+                f"host: {host[:80]!r}, expected localhost; give the server a token file",
+            )
         reads = request.method in ("GET", "HEAD")
         foreign = origin is not None and origin.partition("://")[2] != host
         if not reads and foreign and origin not in self.origins:
@@ -192,8 +222,11 @@ class Gate:
         if (user := self._named(request)) is None:
             raise _bad_token()
         if request.url.path in OPERATORS and not user.operator:
-            text = f"this needs a token whose line in the token file ends in `{OPERATOR}`"
-            raise Refusal(403, "not_operator", text)
+            raise Refusal(
+                403,
+                "not_operator",
+                f"this needs a token whose line in the token file ends in `{OPERATOR}`",
+            )
         return user
 
 

@@ -357,7 +357,8 @@ class Supervisor:
                 replica.step = message["step"]
                 known = self.board.live.get(job.id) if kind == "step" else None
                 if known and known["stage"] == message["stage"]:
-                    step = self.metrics.step.labels(stage_label(message["stage"]))
+                    name = message["stage"].split(" ")[0]  # the same for stages of all videos
+                    step = self.metrics.step.labels(name)
                     step.observe(replica.heard - known["at"])
                 facts = {"stage": message["stage"]} if kind == "stage" else {}
                 self.board.tell(kind, job.id, job.user, {**message, "at": replica.heard}, **facts)
@@ -409,8 +410,3 @@ class Supervisor:
 
 def ending(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
-
-
-def stage_label(stage: str) -> str:
-    """A metric's label: of the stages of all videos the same."""
-    return stage.split(" ")[0]

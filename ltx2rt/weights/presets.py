@@ -108,11 +108,10 @@ SIZES = {
         3, 4, 32, 16, TINY_GEMMA, 16, (1, 1, 1, 1, 1), (128, 128, 128, 128, 128), (1, 1, 1, 1), 8,
         (2, 1, 1), 1, 64, 0, 32, 1, 2, 8,
     ),
-    "tiny-2.3": Sizes(
-        3, 4, 32, 16, TINY_GEMMA, 16, (1, 1, 1, 1, 1), (128, 128, 128, 128, 128),
-        (1, 1, 1, 1, 1), 8, (2, 1, 1), 1, 128, 64, 32, 1, 2, 8,
-    ),
 }  # fmt: skip
+SIZES["tiny-2.3"] = replace(
+    SIZES["tiny-2.0"], decoder_layers=(1,) * 5, vocoder_hidden=128, extension_hidden=64
+)
 SIZES |= {
     "ltx-2.5": replace(SIZES["ltx-2.3"], gemma=FULL_GEMMA_4, lora_rank=450),
     "tiny-2.5": replace(SIZES["tiny-2.3"], gemma=TINY_GEMMA_4),

@@ -188,6 +188,7 @@ def test_what_the_command_line_refuses_is_refused_before_it_waits(server, given,
     (b"[" + b"[]," * 5_000_000 + b"[]]", JSON, 400, "too many parts"),  # seconds and 900 MB to read
     (b"\x1f\x8b", JSON, 400, "body: no UTF-8 text"),
     (b"a=b", "application/x-www-form-urlencoded", 400, "'a' is no field"),
+    (b"a=" + b"%41" * (2**20 + 1), "application/x-www-form-urlencoded", 400, "over 1048576 escapes"),
     (b"<x/>", "text/xml", 415, "expected multipart/form-data or application/json"),
     (b"--b\r\n", FORM, 400, "there is none"),
     (b"nothing", "multipart/form-data", 400, "form: "),

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -12,10 +13,12 @@ from starlette.routing import Route
 
 from ltx2rt.errors import InputError
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.gate import MAX_OF_USER, Gate
+from ltx2rt.serve.gate import MAX_OF_USER, Gate, refused
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.options import parse_origin
+from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.server import MAX_SILENT
+from ltx2rt.serve.users import User
 from tests.serve.serving import SMALL, TOKENS, USERS, wait_for
 
 ANN, BOB, _ = USERS.values()
@@ -58,6 +61,42 @@ def test_one_users_streams_leave_room_for_the_others(server, connect):
     for stream in streams:
         stream.close()
     wait_for(lambda: as_user(server, ANN).status_code != 429, 30)
+
+
+def test_large_bodies_at_once_leave_room_for_the_others(monkeypatch):
+    """One is read, however long; of a user who sends more the next is refused, not the others'."""
+    monkeypatch.setattr("ltx2rt.serve.gate.MAX_BYTES_OF_USER", 1000)
+    users = {name: User(name, False) for name in ("ann", "bob")}
+    known = SimpleNamespace(of=users.get, tokens=dict)
+
+    async def route(request):
+        size = len(await request.body())
+        for _ in range(20):  # it is at work
+            await asyncio.sleep(0)
+        return Response(str(size))
+
+    async def refuse(request, error):
+        return await refused(request, error, board)
+
+    board, metrics = Board(lambda *_, **__: None), Metrics(frozenset())
+    app = Starlette(routes=[Route("/v1/videos", route, methods=["POST"])])
+    app.add_exception_handler(Refusal, refuse)
+    gate = Gate(app, known, board, metrics)
+
+    async def ask(*sent):
+        transport = httpx.ASGITransport(app=gate)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            asks = [
+                client.post("/v1/videos", headers={"authorization": f"bearer {name}"}, content=size * b"a")
+                for name, size in sent
+            ]  # fmt: skip
+            return [(found.status_code, found.text) for found in await asyncio.gather(*asks)]
+
+    assert asyncio.run(ask(("ann", 9000))) == [(200, "9000")]
+    first, again, other = asyncio.run(ask(("ann", 900), ("ann", 200), ("bob", 800)))
+    assert (first, other) == ((200, "900"), (200, "800"))
+    assert again[0] == 503 and "other large requests" in again[1]
+    assert asyncio.run(ask(("ann", 900), ("bob", 900)))[1] == (200, "900")  # nothing is left
 
 
 def test_connections_that_ask_nothing_go_where_there_are_too_many(server, connect):
