@@ -27,7 +27,8 @@ from ltx2rt.media.video import VideoInfo, read_frames, video_info
 class Footage:
     """flag: names the file in messages. info: of the file, at its own size. resize: brings its
     pictures to another. window: the frames that are taken, None: all. tracks: of the file, which
-    the user chose. speed: at which the file is played; `info` and `window` are of what is played.
+    the user chose. speed: at which the file is played; `info` and `window` are those of its frames
+    as played.
     """
 
     path: Path

@@ -162,7 +162,8 @@ class Sound:
         """f32[2, n] of the samples from `start` to `stop` that are there."""
         at, found = 0, [np.zeros((2, 0), np.float32)]
         for block in self.blocks():
-            found.append(block[:, max(start - at, 0) : max(stop - at, 0)])
+            if at + block.shape[1] > start:  # an empty view would hold the block
+                found.append(block[:, max(start - at, 0) : stop - at])
             at += block.shape[1]
             if at >= stop:
                 break

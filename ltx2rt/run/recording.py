@@ -116,7 +116,7 @@ def recording(
     hdr = high_range(session, made)
     container = container_of(output, hdr.transfer if hdr else None)
     given = made.whole_sound(session.config)
-    rate = given.read[1] if given else session.config.vocoder.sample_rate
+    rate = given.heard[1] if given else session.config.vocoder.sample_rate
     rate = rate if made.audio else None
     if (
         container is None

@@ -216,9 +216,9 @@ class PartOfSound(SourceSound):
 
     @property
     def read(self) -> tuple[np.ndarray, int]:
-        waveform, rate = self.longer.read
+        sound, rate, _ = self.longer.heard
         first, size = round(self.since_s * rate), round(self.clip_s * rate)
-        heard = waveform[:, first : first + size]
+        heard = sound.part(first, first + size)
         return np.pad(heard, ((0, 0), (0, size - heard.shape[1]))), rate
 
     def check(self, session: Session) -> None:
@@ -333,7 +333,7 @@ class Segments(Stage):
             return
         state.frames = iter([self._frames()])
         if self.parts[0].info.has_sound:
-            rate = self.sound.read[1] if self.sound else session.config.vocoder.sample_rate
+            rate = self.sound.heard[1] if self.sound else session.config.vocoder.sample_rate
             heard = [
                 part.samples(part.sample(part.start, rate), part.sample(stop, rate))
                 for part, stop in stops(self.parts)

@@ -4,7 +4,7 @@ that it is given."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -14,7 +14,8 @@ import numpy as np
 
 from ltx2rt.config import AudioVaeConfig, ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.sound import read_sound, resample, stretched
+from ltx2rt.media.mp4 import Sound, fitted_blocks
+from ltx2rt.media.sound import resample, sound_blocks, stretched
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.models.mel import WINDOW, log_mel
 from ltx2rt.session.session import Call, Session
@@ -59,21 +60,35 @@ class SourceSound(Stage):
         return float(pixel_frames(g.frames, g.time_factor) / g.fps)
 
     @property
-    def read(self) -> tuple[np.ndarray, int]:
-        """The file's sound in that time, f32[1 or 2, N], and its rate. Raises InputError."""
-        return self._read[:2]
+    def length_s(self) -> float:
+        return self.clip_s if self.max_duration_s is None else self.max_duration_s
+
+    def _blocks(self, say: Callable[[str], None]) -> Iterator[tuple[int, np.ndarray]]:
+        how = {"on_time": self.fit == "zeros", "say": say, "track": self.track}
+        return sound_blocks(self.path, self.start_s, self.length_s * float(self.speed), **how)
 
     @cached_property
-    def _read(self) -> tuple[np.ndarray, int, list[str]]:
-        """The result of `read`, and sentences about missing parts of the file."""
-        duration_s = self.clip_s if self.max_duration_s is None else self.max_duration_s
-        said: list[str] = []
-        how = {"on_time": self.fit == "zeros", "say": said.append, "track": self.track}
-        read, rate = read_sound(self.path, self.start_s, duration_s * float(self.speed), **how)
-        if self.speed != 1:
-            stereo = np.broadcast_to(read, (2, read.shape[1]))
-            read = np.concatenate([*stretched([stereo], rate, self.speed)], 1)
-        return read[:, : round(duration_s * rate)], rate, said
+    def heard(self) -> tuple[Sound, int, list[str]]:
+        """The file's sound in that time, which may be long and is not kept, its rate, and sentences
+        about it. Raises InputError."""
+        said, size, rate, channels = list[str](), 0, 0, 0
+        for hz, block in self._blocks(said.append):
+            rate, channels, size = hz, len(block), size + block.shape[1]
+        if channels == 1:
+            said.append(f"{self.path}: its one channel is played left and right")
+        size = min(round(size / self.speed), round(self.length_s * rate))
+
+        def blocks() -> Iterator[np.ndarray]:
+            read = (block for _, block in self._blocks(lambda text: None))
+            stereo = (np.broadcast_to(block, (2, block.shape[1])) for block in read)
+            return fitted_blocks(stretched(stereo, rate, self.speed), size)
+
+        return Sound(size, blocks), rate, said
+
+    @property
+    def read(self) -> tuple[np.ndarray, int]:
+        """The sound, f32[2, N], and its rate. Raises InputError."""
+        return np.asarray(self.heard[0]), self.heard[1]
 
     @property
     def needed(self) -> int:
@@ -82,11 +97,9 @@ class SourceSound(Stage):
         encoded = 1 if self.fit == "zeros" else g.audio_latents
         return max((encoded - 1) * g.audio_time_factor * g.mel_hop, WINDOW // 2 + 1)
 
-    @property
-    def padding(self) -> int:
-        """Samples of silence that the file's sound lacks."""
-        waveform, rate = self.read
-        size, to = waveform.shape[1], self.geometry.mel_sample_rate
+    def padding(self, size: int, rate: int) -> int:
+        """Samples of silence that so many of the file lack."""
+        to = self.geometry.mel_sample_rate
         if -(-size * to // rate) >= self.needed:
             return 0
         return max(round(self.clip_s * rate), math.ceil(self.needed * rate / to)) - size
@@ -96,19 +109,14 @@ class SourceSound(Stage):
 
     def check(self, session: Session) -> None:
         """Reads the file whole: the length in its header may be wrong."""
-        waveform, rate, missing = self._read
-        said = list(missing)
-        if len(waveform) == 1:
-            said.append(f"{self.path}: its one channel is played left and right")
-        if self.padding:
-            length_s, needed_s = (
-                waveform.shape[1] / rate,
-                self.needed / self.geometry.mel_sample_rate,
-            )
+        sound, rate, missing = self.heard
+        said, length_s = [*missing], sound.size / rate
+        if self.padding(sound.size, rate):
+            needed_s = self.needed / self.geometry.mel_sample_rate
             lasts = f"{self.path}: its sound lasts {length_s:.4f} s"
             if self.fit == "error":
-                g, heard_s = self.geometry, waveform.shape[1] / rate
-                fitting = frames_within(heard_s, g.fps, g.time_factor)
+                g = self.geometry
+                fitting = frames_within(length_s, g.fps, g.time_factor)
                 raise InputError(
                     f"{lasts}, a clip of {self.clip_s:.4f} s needs {needed_s:.4f} s; {fitting} "
                     f"frames fit ({float(fitting / g.fps):.4f} s); leave the length out, or fill up "
@@ -121,9 +129,8 @@ class SourceSound(Stage):
         (call,) = self.needs(session.config)
         with watch.stage(self.name):
             waveform, rate = self.read
-            waveform = np.pad(
-                np.broadcast_to(waveform, (2, waveform.shape[1])), ((0, 0), (0, self.padding))
-            )[None]
+            padding = self.padding(waveform.shape[1], rate)
+            waveform = np.pad(waveform, ((0, 0), (0, padding)))[None]
             latent = encode_sound(session, call, waveform, rate)
         finite(self.name, latents=latent)
         state.source["audio"] = latent

@@ -16,7 +16,7 @@ from ltx2rt.train.recipe import GROUPS, MODES, SCHEDULES, NoiseLevels
 flag = flags_of("training")
 shown_flag = partial(flag, common="training")  # in the short help
 free_flag = partial(flag, marks="free")
-setting = partial(flag, typed=False)  # of a configuration's file and of Python alone
+setting = partial(flag, typed=False)  # read from a configuration file and by Python
 
 
 @dataclass(frozen=True)

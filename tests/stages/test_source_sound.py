@@ -1,5 +1,6 @@
 """A file's sound becomes the latents that diffusers' encoder gives, and stays the clip's."""
 
+import tracemalloc
 import wave
 from fractions import Fraction
 
@@ -14,6 +15,7 @@ from ltx2rt.models.mel import log_mel
 from ltx2rt.run.run import sample_rate
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages import source_sound
+from ltx2rt.stages.segments import PartOfSound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import State
 from tests.conftest import refused
@@ -81,9 +83,9 @@ def test_missing_sound_is_said_once_by_the_main_process(sessions, tmp_path, caps
 
     def torn(path, *_, say, **__):
         say(f"{path}: 0.1 s are missing")
-        return samples, RATE
+        yield RATE, samples
 
-    monkeypatch.setattr(source_sound, "read_sound", torn)
+    monkeypatch.setattr(source_sound, "sound_blocks", torn)
     run(session, stage(session, path))
     assert capsys.readouterr().err == f"ltx2rt: {path}: 0.1 s are missing\n"
     monkeypatch.setattr(session.backend, "is_main", False)
@@ -110,3 +112,18 @@ def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):
         file.writeframes((padded.waveforms[0] * 2**15).astype("<i2").T.tobytes())
     by_hand = run(session, stage(session, tmp_path / "by-hand.wav"))
     np.testing.assert_array_equal(by_hand.source["audio"], padded.source["audio"])
+
+
+def test_a_long_sound_is_not_held(sessions, tmp_path):
+    """Of a clip in segments each reads its own part."""
+    samples, seconds = recording(tmp_path / "long.wav", 60 * RATE), 60
+    longer = stage(sessions["cuda"], tmp_path / "long.wav", max_duration_s=seconds)
+    tracemalloc.start()
+    sound, rate, said = longer.heard
+    part = PartOfSound(longer.path, longer.geometry, longer=longer, since_s=Fraction(50))
+    heard, _ = part.read
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert (sound.size, rate, said) == (seconds * RATE, RATE, [])
+    assert peak < 0.4 * samples.astype(np.float32).nbytes
+    np.testing.assert_array_equal(heard, samples[:, 50 * RATE :][:, : heard.shape[1]])
