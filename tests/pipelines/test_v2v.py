@@ -145,8 +145,8 @@ def test_its_stages(sessions, clips):
 
 def test_sound_with_noise_goes_on_in_segments(sessions, clips, tmp_path):
     """The latents that a segment repeats are those of the part before; the file's come after."""
-    more = {"sound": "noise", "noise_level": 0.421875, "segment_frames": 25, "overlap": 9}
-    path = write(tmp_path / "long.mp4", 33)
+    more = {"sound": "noise", "noise_level": 0.421875, "segment_frames": 17, "overlap": 9}
+    path = write(tmp_path / "long.mp4", 25)
     request = make_request("v2v", prompt="a", seed=3, video_path=path, **more)
     plan = make_plan(sessions["cuda"], replace(request, parts_folder=tmp_path))
     record = produce(sessions["cuda"], plan, keep=True)[0].record

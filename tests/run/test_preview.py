@@ -62,6 +62,7 @@ def test_a_sprite_sheet_has_frames_from_the_first_to_the_last(tmp_path, num_fram
 
 
 SMALL = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--prompt", "a fox")
+SMALL += ("--pipeline", "one-stage", "--no-audio")
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +138,7 @@ def test_a_preview_that_cannot_be_written_ends_and_the_clip_goes_on(tmp_path):
 
 def test_python_has_the_frames_or_a_file(say, tmp_path):
     asked = {"width": 64, "height": 64, "num_frames": 9, "steps": 1, "seed": 1}
+    asked |= {"pipeline": "one-stage", "audio": False}
     seen, there = [], tmp_path / "a.png"
     there.mkdir()
     with ltx2rt.open(say[6], backend="cuda", device="cpu") as session:

@@ -75,6 +75,9 @@ def assert_same(a, b):
         np.testing.assert_array_equal(a.waveform, b.waveform)
 
 
+@pytest.mark.parametrize(
+    "session", ["cuda", pytest.param("tpu", marks=pytest.mark.long)], indirect=True
+)  # with JAX, too: tests/backends/test_programs.py
 def test_a_repeated_request_builds_and_loads_nothing(session):
     """Neither does another seed, prompt, guidance or number of steps in the same room; a new size
     loads nothing. Of one stage with JAX, which compiles each program for seconds."""
