@@ -241,7 +241,9 @@ def main() -> None:
     import ltx2rt_cuda.backend  # noqa: F401  torch, once for all ranks
     import torch._dynamo  # noqa: F401  which `Watch` imports
 
-    forked(MEASURED, lambda rank: rank_main(MEASURED, rank, folder, measure=True))
+    if kind == "cuda-big":
+        forked(MEASURED, lambda rank: rank_main(MEASURED, rank, folder, measure=True))
+        return
     for devices in RANKS:
         for run in runs_on("cuda", devices):
             run.on(devices)  # once for all ranks

@@ -1,5 +1,5 @@
 """Ranks of both backends give what one device gives, communicate what the plan says, and load their
-slices only. One fleet per backend, of `tensor_parallel_ranks`, serves every test."""
+slices only. One fleet per backend, of `tensor_parallel_ranks`, serves every quick test."""
 
 import json
 import os
@@ -178,9 +178,10 @@ def test_ranks_request_no_more_than_they_hold(torch_ranks, name, devices):
 # A CPU's weights lie in the heap in which LoRAs are merged: some 12 MB of what that frees count
 # until malloc_trim. Of the 119 MB here that is a tenth; `benchmarks.load` measures 1.04 to 1.07 on
 # 1.3 GB. A GPU's weights lie elsewhere.
-def test_rank_peaks_at_its_own_share_of_memory_while_it_loads_and_merges(torch_ranks):
+@pytest.mark.long  # what ranks ask of the file: test_ranks_request_no_more_than_they_hold
+def test_rank_peaks_at_its_own_share_of_memory_while_it_loads_and_merges(inputs):
     """Anonymous memory above that before: mapped pages belong to the page cache."""
-    for found in did(torch_ranks, MEASURED, "big"):
+    for found in did(run_fleet("cuda-big", inputs), MEASURED, "big"):
         assert found["share"] > 100e6 and found["samples"] > 10
         assert 0.9 * found["share"] < found["peak"] <= 1.15 * found["share"], found
 
