@@ -64,6 +64,8 @@ FAULTS = {  # by class of the transport's error, what is wrong with the reposito
     "RevisionNotFoundError": "has no revision {repo.revision} on the hub; choose with @REVISION",
     "RepositoryNotFoundError": "is neither a path nor a repository of the hub (if it is a private "
     f"one, {LOGIN})",
+    "TimeoutException": "is no path here, and the hub does not answer; run it again, or name a mirror "
+    "by HF_ENDPOINT",
     "EntryNotFoundError": "has no file {repo.file} at {repo.revision} on the hub; check the name",
 }
 FOUR_BITS = 0.45  # share of a bfloat16 file's bytes; forms of four bits have less
