@@ -164,14 +164,14 @@ class Size(Pixels):
 
     def filled(self, unit: int = 1, image_px: tuple[int, int] | None = None) -> dict[str, int]:
         """Both sides. image_px: width and height of an image to follow; a side that follows is a
-        multiple of unit."""
+        multiple of unit, or the even number of the image's aspect where the other is given."""
         usual = {"draft": DRAFT_PX, "best": BEST_PX}.get(self.quality or "", self.usual)
         found = dict(zip(("width", "height"), usual, strict=True))
         given = {side: px for side in found if (px := getattr(self, side)) is not None}
         if len(given) == 2 or (image_px is None and not given):
             return found | given
         wide, high = image_px or usual
-        aspect = wide / high
+        aspect, unit = wide / high, 2 if image_px and given else unit
         low, most = -(-MIN_SIDE_PX // unit) * unit, MAX_SIDE_PX // unit * unit
 
         def near(side: float, *how: Callable[[float], int]) -> list[int]:
