@@ -81,8 +81,8 @@ def prepared(
     those of a clip, if one is written. The request has a seed. Raises InputError."""
     options.check()
     request.check()
-    request.check_options(options)
     request.check_files()
+    request.check_options(options)
     length, _ = request.length
     files = files or Files()
     transfer = request.high_range.transfer if request.high_range else None
@@ -107,8 +107,8 @@ def resolved(checkpoint: Checkpoint, options: ModelOptions, asked: Request | Cli
     if isinstance(asked, Clip):
         clip = asked
     else:
-        asked.check_options(options)
         asked.check_files()
+        asked.check_options(options)
         clip = fitted(asked, options, checkpoint)
     request = clip.request
     distilled = distilled_lora(request, options, checkpoint)

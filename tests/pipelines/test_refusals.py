@@ -160,6 +160,7 @@ REFUSED = {
     "ic-lora": {
         "--lora half.safetensors": "the ic-lora pipeline follows reference videos, none was given",
         "--video-conditioning ref.mov": "--lora: the ic-lora pipeline needs the LoRA",
+        "--video-conditioning gone.mov": "--video-conditioning: gone.mov does not exist",
         REF + "ref.mov:1.5": "strength 1.5 of",
         REF + "light": "is a folder of EXR images; add --hdr",
         REF + "--conditioning-attention-strength 1.01": "attention-strength: 1.01, expected 0 to 1",

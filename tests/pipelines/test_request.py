@@ -220,7 +220,8 @@ def test_a_frame_follows_from_the_length(frame, found):
         ("two-stage", (600, 512), 8, {"width": 768, "height": 512}, (768, 512),
          "43 % of its height"),
         ("two-stage", (1920, 1080), 1, {"width": 512}, (512, 288), ""),
-        ("ic-lora", (512, 600), 1, {"video_conditioning": ["clip.mp4"]}, (1152, 1408), ""),
+        ("ic-lora", (512, 600), 1, {}, (1152, 1408), ""),
+        ("ic-lora", (512, 600), 1, {"width": 768}, (768, 896), ""),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("suffix", ["png", "jpg", "tiff"])

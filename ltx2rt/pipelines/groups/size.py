@@ -171,7 +171,7 @@ class Size(Pixels):
         if len(given) == 2 or (image_px is None and not given):
             return found | given
         wide, high = image_px or usual
-        aspect, unit = wide / high, 2 if image_px and given else unit
+        aspect, unit = wide / high, 2 if image_px and given and self.multiple == 1 else unit
         low, most = -(-MIN_SIDE_PX // unit) * unit, MAX_SIDE_PX // unit * unit
 
         def near(side: float, *how: Callable[[float], int]) -> list[int]:
