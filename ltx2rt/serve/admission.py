@@ -170,21 +170,14 @@ class Admission:
         given = {field: found for field, found in given.items() if found is not None}
         if "preset" in given:
             given = with_preset(given)
-        every = flagged(*self.served.values())
-        also = [(field, one) for field in every for one in how(field).also]
-        for field, spelled in ((field, one[2:].replace("-", "_")) for field, one in also):
-            if spelled in given and spelled not in every and field not in given:
-                given[field] = given.pop(spelled)
+        self._respell(given)
         name = self._name(given)
         type_ = self.served[name]
         clip_fields, taken = self.fields(type_), uploads(type_)
         known = [*clip_fields, *OURS, *taken]
-        for field in (field for field in given if field not in known):
-            if field not in flagged(type_) and readers(field) and same(field, known) is None:
-                raise of_input(unread(name, f"--{field}", field), known, given)
-            if field in flagged(Length) and type_.has(SourceClip):
-                raise of_input(InputError(f"--{field}: {DECIDES}"), [field], given)
-            raise unknown(field, known)
+        for field in given:
+            if field not in known:
+                raise _unread(field, name, type_, known, given)
         if (model := self._text(given, "model", self.model)) not in self.names:
             raise misfit("model", model, f"{' or '.join(map(repr, self.names))}, or none")
         _check_metadata(given.get("metadata", {}))
@@ -207,6 +200,14 @@ class Admission:
         except InputError as error:
             said = self._without_folders(str(error))
             raise of_input(InputError(said), known, given) from error
+
+    def _respell(self, given: dict[str, Any]) -> None:
+        """Give fields that have another spelling of the command line their own."""
+        every = flagged(*self.served.values())
+        also = [(field, one) for field in every for one in how(field).also]
+        for field, spelled in ((field, one[2:].replace("-", "_")) for field, one in also):
+            if spelled in given and spelled not in every and field not in given:
+                given[field] = given.pop(spelled)
 
     def _planned(
         self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list],
@@ -453,6 +454,17 @@ def _strength(name: str, item: Mapping[str, Any]) -> float:
     if (found := number(item.get("strength", 1.0))) is None:
         raise invalid(f"{name}: strength is a number", name)
     return found
+
+
+def _unread(
+    field: str, name: str, type_: type[Request], known: list[str], given: Mapping[str, Any]
+) -> Refusal:
+    """The refusal of a field that the pipeline of this name does not read."""
+    if field not in flagged(type_) and readers(field) and same(field, known) is None:
+        return of_input(unread(name, f"--{field}", field), known, given)
+    if field in flagged(Length) and type_.has(SourceClip):
+        return of_input(InputError(f"--{field}: {DECIDES}"), [field], given)
+    return unknown(field, known)
 
 
 def _check_metadata(given: Any) -> None:

@@ -256,13 +256,8 @@ def _needed(
     mains = _mains(listing, parts, chooser)
     folders = list(mains) == [INDEX]
     names = mains.values() if len(mains) == 1 and not folders else ()
-    kind = kind_by_name(listing.repo.name if folders else next(iter(mains)))
-    full = [path for path in parts.diffusers.get("transformer", ()) if path.name == FULL]
-    if folders and full:
-        kind = chooser.assume or "distilled"
-        rest = [path for path in parts.diffusers["transformer"] if path not in full]
-        parts.diffusers["transformer"] = full if kind == "dev" else rest or full
-    if kind == "distilled":
+    kind = _kind_of_folders(parts, chooser) if folders else None
+    if (kind or kind_by_name(listing.repo.name if folders else next(iter(mains)))) == "distilled":
         wanted = {part for part in wanted if part != "lora"}
     own = {component_of(name) for file in names for name in file.names()}
     chosen = _chosen({*wanted, *(FOLDERS if folders else ())} - own, listing, parts, folders)
@@ -279,6 +274,18 @@ def _needed(
     places |= {shard for file in names for shard in file.shards}
     files = [name for name in listing.sizes if places & {Path(name), *Path(name).parents}]
     return files, next(iter(mains))
+
+
+def _kind_of_folders(parts: Parts, chooser: Chooser) -> str | None:
+    """The kind of a repository with folders of both kinds, of which that one's stays; else None."""
+    folders = parts.diffusers.get("transformer", [])
+    full = [path for path in folders if path.name == FULL]
+    if not full:
+        return None
+    kind = chooser.assume or "distilled"
+    rest = [path for path in folders if path not in full]
+    parts.diffusers["transformer"] = full if kind == "dev" else rest or full
+    return kind
 
 
 def _form(

@@ -96,60 +96,68 @@ def find(path: Path, given: Given, config_from: str | Path | None, chooser: Choo
     lone transformer also the neighbouring folders, but from them only parts found once. Raises
     InputError.
     """
-    if not path.exists():
-        raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
-    if path.is_file() and path.name != INDEX and folder_kind(path.parent) == "transformer":
-        path = path.parent  # a file of a diffusers folder
-    tree = (models_folder(path) if path.is_dir() else None) or tree_around(path)
-    network = path.is_dir() and folder_kind(path) == "transformer"
-    tree = None if path.name == INDEX or network else tree
-    mains, parts = _scanned(path, tree, network)
-    index = model_index(path if path.is_dir() and not network else path.parent)
+    place = _place(path)
+    path = place.path
+    mains, parts = _scanned(place)
+    index = model_index(path if path.is_dir() and not place.network else path.parent)
     path = path.parent if path.name == INDEX else path
-    files, distilled = newest([file for file in mains if not isinstance(file, Path)]), None
-    mains = [file for file in mains if file in files or isinstance(file, Path)]
-    if len(files) > 1 and (chosen := transformers(files, chooser.assume, chooser.room)):
-        mains, distilled = [chosen.main], chosen.distilled
-    elif not files:
-        distilled = _dev_and_distilled(parts, chooser.assume)
+    mains, distilled = _chosen(mains, parts, chooser)
     main = mains[0] if mains and not isinstance(mains[0], Path) else None
     parts.files["upsampler"] = of_layout(parts.files["upsampler"], main is None)
+    if len(mains) > 1 and place.tree:
+        candidates = ", ".join(f"{file.path} ({words(file)})" for file in mains)
+        raise InputError(
+            f"{path}: {len(mains)} candidates for the checkpoint: {candidates}; choose with "
+            "--model FILE"
+        )
     sought = ["gemma", "upsampler"]
-    if len(mains) > 1 and tree:
-        said = ", ".join(f"{file.path} ({words(file)})" for file in mains)
-        said = f"{len(mains)} candidates for the checkpoint: {said}; choose with --model FILE"
-        raise InputError(f"{path}: {said}")
     if main is not None and len(mains) == 1:
-        if _lacks(main):
-            parts.donor = open_file(config_from) if config_from else _donor(parts, main)
-        main = with_config(main, config_from, parts.donor)
+        main = _completed(main, parts, config_from)
         if distilled and not isinstance(distilled, Path):
             distilled = with_config(distilled, None, main)
-        _keep_fitting(parts, Fit.of(main), bool(tree))
-        if not tree and not path.is_dir():
+        _keep_fitting(parts, Fit.of(main), bool(place.tree))
+        if not place.tree and not path.is_dir():
             _borrow(parts, main, given)
-        own = {component_of(name) for name in main.names()}
-        if parts.donor is not None:
-            own |= {component_of(name) for name in parts.donor.names()} - {"gemma"}
-        sought = [part for part in sought if part not in own]
-        sought += [part for part in NEARBY if PARTS[part].option and part not in (*own, *sought)]
+        sought = _sought(main, parts)
     asked = [part for part in sought if not given.get(PARTS[part].option)]
     found = {part: listed(parts.files[part], index) for part in asked}
-    if gemmas := {path: _size(path) for path in found.get("gemma", ())}:
+    if gemmas := {file: _size(file) for file in found.get("gemma", ())}:
         one = largest([gemmas], chooser.room, word_of("gemma"), TEXT_BYTES)
         parts.files["gemma"] = found["gemma"] = one or found["gemma"]
     refuse_ambiguous(main=[getattr(file, "path", file) for file in mains], **found)
     if main is None and "transformer" not in parts.diffusers:
         if parts.unreadable:
             raise InputError(parts.unreadable[0])
-        said = f"{path}: no checkpoint: neither an official single file nor a diffusers transformer"
-        raise InputError(f"{said} ({contents_of_folder(path, parts)}); pass one with --model")
+        raise InputError(
+            f"{path}: no checkpoint: neither an official single file nor a diffusers transformer "
+            f"({contents_of_folder(path, parts)}); pass one with --model"
+        )
     return Found(path, main, parts, index, distilled)
 
 
-def _scanned(path: Path, tree: Path | None, network: bool) -> tuple[list[Any], Parts]:
-    """The main files that a path names, and the parts near it. network: it is a diffusers folder's
-    transformer."""
+class Place(NamedTuple):
+    """Where a path leads. tree: the folder of ComfyUI around it; network: whether the path is the
+    transformer of a diffusers folder."""
+
+    path: Path
+    tree: Path | None
+    network: bool
+
+
+def _place(path: Path) -> Place:
+    if not path.exists():
+        raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
+    if path.is_file() and path.name != INDEX and folder_kind(path.parent) == "transformer":
+        path = path.parent  # a file of a diffusers folder
+    network = path.is_dir() and folder_kind(path) == "transformer"
+    if path.name == INDEX or network:
+        return Place(path, None, network)
+    return Place(path, (models_folder(path) if path.is_dir() else None) or tree_around(path), False)
+
+
+def _scanned(place: Place) -> tuple[list[Any], Parts]:
+    """The main files that a path names, and the parts near it."""
+    path, tree, network = place
     if path.name == INDEX or network:
         parts = scan(path.parent)
         parts.diffusers |= {"transformer": [path]} if network else {}
@@ -157,6 +165,33 @@ def _scanned(path: Path, tree: Path | None, network: bool) -> tuple[list[Any], P
     if path.is_dir():
         return _look_into(path, tree)
     return [_opened(path)], scan_quietly(entries(tree)) if tree else scan(path.parent)
+
+
+def _chosen(
+    mains: list[Any], parts: Parts, chooser: Chooser
+) -> tuple[list[Any], TensorFile | TensorFolder | Path | None]:
+    """The main files between which nothing decides, and the distilled transformer beside them."""
+    files = newest([file for file in mains if not isinstance(file, Path)])
+    if len(files) > 1 and (chosen := transformers(files, chooser.assume, chooser.room)):
+        return [chosen.main], chosen.distilled
+    mains = [file for file in mains if file in files or isinstance(file, Path)]
+    return mains, None if files else _dev_and_distilled(parts, chooser.assume)
+
+
+def _completed(main: Main, parts: Parts, config_from: str | Path | None) -> Main:
+    """The main file with a config, and the file that gives the parts that it lacks."""
+    if _lacks(main):
+        parts.donor = open_file(config_from) if config_from else _donor(parts, main)
+    return with_config(main, config_from, parts.donor)
+
+
+def _sought(main: TensorFile | TensorFolder, parts: Parts) -> list[str]:
+    """The parts that neither the main file nor its donor holds."""
+    own = {component_of(name) for name in main.names()}
+    if parts.donor is not None:
+        own |= {component_of(name) for name in parts.donor.names()} - {"gemma"}
+    usual = [part for part in ("gemma", "upsampler") if part not in own]
+    return usual + [part for part in NEARBY if PARTS[part].option and part not in (*own, *usual)]
 
 
 def _dev_and_distilled(parts: Parts, assume: str | None) -> Path | None:
