@@ -171,7 +171,23 @@ def file_of(nodeid: str) -> str:
     return nodeid.partition("::")[0]
 
 
+ROOT = Path(__file__).parents[1]
+
+
+def refuse_two_trees() -> None:
+    """A clone that borrows an environment would test the other tree's backends. Raises
+    UsageError."""
+    for name in ("ltx2rt", "ltx2rt_cuda", "ltx2rt_tpu", "ltx2rt_kernels"):
+        spec = find_spec(name)
+        if spec and spec.origin and ROOT not in Path(spec.origin).resolve().parents:
+            raise pytest.UsageError(
+                f"{name} comes from {Path(spec.origin).parent}, the tests are of {ROOT}; "
+                "`make test` makes an environment of this tree"
+            )
+
+
 def pytest_configure(config) -> None:
+    refuse_two_trees()
     if hasattr(config, "workerinput"):
         lasted, mark = config.workerinput["lasted"], config.workerinput["collected"]
         if mark:

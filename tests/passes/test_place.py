@@ -12,16 +12,17 @@ import numpy as np
 import pytest
 
 from ltx2rt.errors import GraphError
-from ltx2rt.graph import Graph, trace
+from ltx2rt.graph import Graph, network_ops, ops, trace
 from ltx2rt.graph.interpret import interpret
 from ltx2rt.graph.ir import Replaced, Value, rewrite
+from ltx2rt.graph.ops import OPS
 from ltx2rt.graph.show import show
 from ltx2rt.graph.trace import emit
 from ltx2rt.graph.verify import verify
 from ltx2rt.models import guided_step, text_encoder, transformer
 from ltx2rt.passes.coalesce import coalesce
 from ltx2rt.passes.pack import pack
-from ltx2rt.passes.place import place
+from ltx2rt.passes.place import HANDLERS, place
 from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import HEADS_AND_FF, PROFILES
@@ -34,6 +35,23 @@ CLOSE = 1e-5  # contract: float32 under tensor parallelism; another order of sum
 BROKEN = 1e-2  # what a graph that is broken on purpose misses by, at least
 GOLDEN = Path(__file__).parent / "golden" / "tiny-2.3-block-tp2.txt"
 ALL_BRANCHES = guided_step.Branches(True, True, True)
+
+
+# Ops whose operands no profile cuts: a graph that does so is refused.
+WHOLE = set(
+    """
+    at axial_rope concat conv conv_transpose dropout expand full group_norm layer_norm max mean merge
+    min neighbourhood_attention pad quantised_linear sinusoid slice split take unpack
+""".split()
+)
+
+
+def test_every_op_has_a_placing_rule_or_is_known_to_have_none():
+    """An op that is added without one is told here, not by the first graph that is split."""
+    written = {
+        n for n, op in OPS.items() if op.rule.__module__ in (ops.__name__, network_ops.__name__)
+    }
+    assert written - HANDLERS.keys() == WHOLE
 
 
 @cache
