@@ -81,6 +81,7 @@ class ClipKeywords(TypedDict, total=False):
     segment_prompts: str | Sequence[str]
     segment_seed: Any
     segment_seeds: Any
+    sigmas: Any
     size: Any
     skip_stage_2: bool
     skip_step: int | None

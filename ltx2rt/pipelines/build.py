@@ -77,6 +77,7 @@ def denoise(
     added = [group.stages(clip, name, geometry) for group in clip.request]
     for one in added:
         fields |= one.fields
+    sigmas = fields.pop("sigmas", sigmas)
     given = *(x for one in added for x in one.given), *given
     stage = kind(name, geometry, sigmas, loras, clip.noise, **fields | more | {"given": given})
     return [

@@ -32,6 +32,7 @@ from ltx2rt.pipelines.groups.reference import Learnt, reference, references_of
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.pipelines.groups.sound import SoundFrom, check_reference, parse_reference
 from ltx2rt.pipelines.groups.source_clip import FileSize
+from ltx2rt.pipelines.groups.steps import levels
 from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import ReferenceSpec
@@ -124,6 +125,8 @@ class ICLora(Request):
         if self.paints and (len(self.video_conditioning) > 1 or self.skip_stage_2):
             other = "--skip-stage-2" if self.skip_stage_2 else f"several {FLAG}"
             raise InputError(f"{self.paints}: does not go with {other}; leave one of the two out")
+        if self.skip_stage_2 and levels(self, "stage2") is not None:
+            raise InputError("--sigmas: stage2, but --skip-stage-2 leaves it out; leave one out")
         if self.skip_stage_2 and self.audio_from == "stage2":
             raise InputError(
                 "--audio-from: stage2, which --skip-stage-2 leaves out; leave out one of both"

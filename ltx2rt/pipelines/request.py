@@ -57,6 +57,7 @@ class Absent:
     prompt_softness: float = 0.0
     segment_frames: int | None = None
     guidance_interval: tuple[float, float] | None = None
+    sigmas: tuple[str, ...] = ()
     learnt: tuple[LoraSpec, ...] = ()
 
 

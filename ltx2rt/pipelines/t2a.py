@@ -13,7 +13,7 @@ from ltx2rt.pipelines.groups import RUN
 from ltx2rt.pipelines.groups.guidance import ByWeights, Nag, SoundScales
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.groups.sound import SoundToFollow, Voice
-from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
+from ltx2rt.pipelines.groups.steps import Interval, Sigmas, Skips, Steps
 from ltx2rt.pipelines.groups.text import NegativePrompt, Prompt
 from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
@@ -36,7 +36,7 @@ class TextToAudio(Request):
         "seconds": "length in seconds, rounded to a frame, in place of --num-frames",
     }
     groups = (
-        Prompt(), SoundLength(), *RUN, SoundToFollow(), Voice(), NegativePrompt(), Steps(),
+        Prompt(), SoundLength(), *RUN, SoundToFollow(), Voice(), NegativePrompt(), Sigmas(), Steps(),
         Skips(), Interval(), SoundScales(), Nag(), ByWeights(),
     )  # fmt: skip
 

@@ -190,6 +190,7 @@ REFUSED = {
             "fine.safetensors is for references of 1/3 the size and 1/1 the frames",
     },
     "distilled": {
+        ONE.replace("--steps 1 ", "") + "--sigmas shift=2": "distilled steps have levels of their own",
         "--guidance-interval 0 1": "--guidance-interval: the distilled pipeline does not read it",
         "--nag 0.5": "--nag: '0.5', expected SCALE",
         "--nag 11:2:1.5": "ALPHA from 0 to 1",
@@ -208,6 +209,11 @@ REFUSED = {
         IMAGE + "latent:1:0 --latents-in latents": "latents: image.1 holds NaN",
     },
     "one-stage": {
+        ONE + "--sigmas 0.5,1": "expected levels that fall from at most 1",
+        ONE + "--sigmas stage3=1": "expected levels that fall from at most 1",
+        ONE + "--sigmas 1,0.5 stage2=0.4": "the one-stage pipeline has one stage",
+        ONE + "--sigmas 1,0.5": "--steps: 1, but --sigmas has 2 levels",
+        ONE + "--sigmas 1 shift=2": "stage1 and shift are both of one stage",
         ONE + "--image a.exr": "is an EXR file; add --hdr",
         ONE + "--hdr ACESCG --image black64.png": "is no EXR file; convert it",
         ONE + "--hdr REC709": "expected one of SRGB_LINEAR, ACESCG, ACESCCT",

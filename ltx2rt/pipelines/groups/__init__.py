@@ -13,12 +13,12 @@ from ltx2rt.pipelines.groups.segments import Segments
 from ltx2rt.pipelines.groups.size import Length
 from ltx2rt.pipelines.groups.sound import Sounding, SoundToFollow, Voice
 from ltx2rt.pipelines.groups.source_clip import FileSize, SourceClip
-from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
+from ltx2rt.pipelines.groups.steps import Interval, Sigmas, Skips, Steps
 from ltx2rt.pipelines.groups.text import Enhancing, NegativePrompt, Prompt, PromptsByTime
 
 RUN: tuple[Group, ...] = (Videos(), Seed(), NoiseFile(), Enhancing())
 NEW = (Prompt(), Length(), *RUN)
-PICTURES = (PromptsByTime(), Hdr(), Sounding(), GeneratedKeyframes())
+PICTURES = (PromptsByTime(), Hdr(), Sounding(), GeneratedKeyframes(), Sigmas())
 GUIDED = (NegativePrompt(), Steps(), Skips(), Interval(), Guidance())
 NAGGED = (NegativePrompt(), Nag())
 SEGMENTED = (SoundToFollow(), Voice(), Segments())

@@ -5,18 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import CLIP, flags_of, spelling
+from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.step_plan import StepPlan
-from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.group import Added, Group
 from ltx2rt.stages.denoise import within
 from ltx2rt.stages.schedule import shifted_sigmas
 
 if TYPE_CHECKING:
-    from ltx2rt.pipelines.clip import Draft
+    from ltx2rt.pipelines.clip import Clip, Draft
     from ltx2rt.pipelines.request import Request
 
 flag = flags_of("sampling")
@@ -55,6 +59,76 @@ class Steps(Group):
             draft.fill(steps=model.release.steps)
 
 
+def parse_sigmas(text: str) -> str:
+    """`NAME=NUMBERS` of a stage's noise levels or of the shift. Raises ValueError."""
+    name, equals, numbers = text.rpartition("=")
+    name, found = name if equals else "stage1", [float(x) for x in numbers.split(",")]
+    if name == "shift":
+        fits = len(found) == 1 and abs(found[0]) <= 20
+    else:
+        found = found[: -1 if found[-1] == 0 else None]
+        falls = all(a > b for a, b in pairwise([*found, 0]))
+        fits = name in ("stage1", "stage2") and bool(found) and found[0] <= 1 and falls
+    if not fits or len(found) > MAX_STEPS:
+        raise ValueError
+    return f"{name}={','.join(map(repr, found))}"
+
+
+def levels(request: Request, stage: str) -> np.ndarray | None:
+    """f32[steps + 1], the noise levels that --sigmas gives a stage, the last 0; None without."""
+    given = dict(text.split("=") for text in request.sigmas)
+    if stage in given:
+        return np.array([*map(float, given[stage].split(",")), 0], np.float32)
+    if stage == "stage1" and "shift" in given:
+        return shifted_sigmas(request[Steps].steps or 1, shift=float(given["shift"]))
+    return None
+
+
+@dataclass(frozen=True)
+class Sigmas(Group):
+    """Noise levels in place of the released ones."""
+
+    sigmas: tuple[str, ...] = flag(
+        (),
+        "noise levels from 1 down, such as 1,0.9,0.7,0.4; stage2=0.9,0.5 for the second stage; "
+        "shift=MU moves those of guided steps (default: as released, MU 2.05)",
+        parse_sigmas,
+        metavar="[STAGE=]LEVELS",
+        repeat=True,
+        expects="levels that fall from at most 1, [stage1=]1,0.9,0.4 or stage2=0.9,0.4, or shift=MU "
+        "of -20 to 20",
+    )
+
+    def check(self, request: Request) -> None:
+        names = [text.partition("=")[0] for text in self.sigmas]
+        if len({"stage1" if name == "shift" else name for name in names}) < len(names):
+            raise InputError(
+                f"--sigmas: {' and '.join(names)} are both of one stage; leave one of the two out"
+            )
+        if "stage2" in names and request.scale == 1:
+            raise InputError(f"--sigmas: stage2, but the {request.name} pipeline has one stage")
+
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        request, own = draft.request, None
+        shifted = any(text.startswith("shift") for text in self.sigmas)
+        if not request.is_guided and shifted:
+            raise InputError(
+                "--sigmas: shift, but distilled steps have levels of their own; give them as a list"
+            )
+        if request.is_guided and not shifted and (own := levels(request, "stage1")) is not None:
+            usual = next(group.steps for group in request.groups if isinstance(group, Steps))
+            if draft.asked[Steps].steps not in (None, usual, len(own) - 1):
+                raise InputError(
+                    f"--steps: {draft.asked[Steps].steps}, but --sigmas has {len(own) - 1} levels; "
+                    "leave one of the two out"
+                )
+            draft.fill(steps=len(own) - 1)
+
+    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+        own = levels(clip.request, name)
+        return Added() if own is None else Added({"sigmas": own})
+
+
 @dataclass(frozen=True)
 class Skips(Group):
     """Steps to leave out, in one way at a time."""
@@ -91,14 +165,15 @@ class Skips(Group):
 
     def into(self, draft: Draft, model: ModelConfig) -> None:
         if draft.request.is_guided:
-            draft.plan = self.plan(draft.request.steps)
+            draft.plan = self.plan(draft.request.steps, levels(draft.request, "stage1"))
 
-    def plan(self, steps: int) -> StepPlan | None:
+    def plan(self, steps: int, sigmas: np.ndarray | None = None) -> StepPlan | None:
         """The steps that are evaluated; None for all. Raises InputError."""
         if self.step_plan is not None:
             plan = StepPlan.parse(self.step_plan)
             assert plan, "the parser has read it"
-            plan.check(steps, "--step-plan", shifted_sigmas(steps))
+            own = shifted_sigmas(steps) if sigmas is None else sigmas
+            plan.check(steps, "--step-plan", own)
             return plan
         skip = self.skip_step or 0
         if skip >= steps > 1:

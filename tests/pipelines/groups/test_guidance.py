@@ -126,3 +126,18 @@ def test_given_clips_take_it_without_guidance(both, film):
     assert plan.clip.request.nag == (5, 2.5, 0.25)
     with refused("--nag: for steps without guidance"):
         make_request("v2v", prompt="fox", guided=True, steps=2, **more)
+
+
+def test_noise_levels_of_each_stage_are_those_that_are_given(sessions):
+    def stages(**flags):
+        plan = make_plan(sessions["cuda"], make_request("two-stage", prompt="x", **SIZE, **flags))
+        return {s.name: s for s in plan.stages if s.name in ("stage1", "stage2")}
+
+    own = stages(sigmas=("1,0.8,0.3,0", "stage2=0.5"))
+    np.testing.assert_array_equal(own["stage1"].sigmas, np.array([1, 0.8, 0.3, 0], np.float32))
+    np.testing.assert_array_equal(own["stage2"].sigmas, np.array([0.5, 0], np.float32))
+    usual, shifted = stages(steps=5), stages(steps=5, sigmas=("shift=2.05",))
+    np.testing.assert_array_equal(usual["stage1"].sigmas, shifted["stage1"].sigmas)
+    less = stages(steps=5, sigmas=("shift=1",))["stage1"].sigmas
+    assert (less[1:-2] < usual["stage1"].sigmas[1:-2]).all()
+    np.testing.assert_array_equal(usual["stage2"].sigmas, DISTILLED_SIGMAS[5:])
