@@ -170,7 +170,7 @@ def _scanned(place: Place) -> tuple[list[Any], Parts]:
 def _chosen(
     mains: list[Any], parts: Parts, chooser: Chooser
 ) -> tuple[list[Any], TensorFile | TensorFolder | Path | None]:
-    """The main files between which nothing decides, and the distilled transformer beside them."""
+    """The main files between which nothing decides, and the distilled transformer there."""
     files = newest([file for file in mains if not isinstance(file, Path)])
     if len(files) > 1 and (chosen := transformers(files, chooser.assume, chooser.room)):
         return [chosen.main], chosen.distilled

@@ -190,7 +190,7 @@ REFUSED = {
             "fine.safetensors is for references of 1/3 the size and 1/1 the frames",
     },
     "distilled": {
-        ONE.replace("--steps 1 ", "") + "--sigmas shift=2": "distilled steps have levels of their own",
+        ONE.replace("--steps 1 ", "") + "--sigmas shift=2": "distilled steps take no shift",
         "--guidance-interval 0 1": "--guidance-interval: the distilled pipeline does not read it",
         "--nag 0.5": "--nag: '0.5', expected SCALE",
         "--nag 11:2:1.5": "ALPHA from 0 to 1",

@@ -91,7 +91,7 @@ class Sigmas(Group):
     sigmas: tuple[str, ...] = flag(
         (),
         "noise levels from 1 down, such as 1,0.9,0.7,0.4; stage2=0.9,0.5 for the second stage; "
-        "shift=MU moves those of guided steps (default: as released, MU 2.05)",
+        "shift=MU moves the levels of guided steps (default: as released, MU 2.05)",
         parse_sigmas,
         metavar="[STAGE=]LEVELS",
         repeat=True,
@@ -113,7 +113,7 @@ class Sigmas(Group):
         shifted = any(text.startswith("shift") for text in self.sigmas)
         if not request.is_guided and shifted:
             raise InputError(
-                "--sigmas: shift, but distilled steps have levels of their own; give them as a list"
+                "--sigmas: shift, but distilled steps take no shift; give their levels as a list"
             )
         if request.is_guided and not shifted and (own := levels(request, "stage1")) is not None:
             usual = next(group.steps for group in request.groups if isinstance(group, Steps))
