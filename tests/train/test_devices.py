@@ -1,7 +1,10 @@
 """`train run` on several processes and devices is a run on one, also where it stops and goes on."""
 
+import os
+import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +13,7 @@ import pytest
 from ltx2rt.backend import MOMENTS
 from ltx2rt.train.state import read_state, states
 from tests.parity import relative_l2
-from tests.ranks.launches import Launch, by_hand, said_once, wait_for
+from tests.ranks.launches import Launch, alive, by_hand, ranks_of, said_once, wait_for
 from tests.train_runs import options, rows_of
 from tests.virtual import xla_flags
 
@@ -113,6 +116,36 @@ def test_processes_that_are_asked_to_end_finish_the_step(training, tmp_path, num
     (state,) = states(output)
     assert int(state.name) == len(metrics.read_text().splitlines())
     assert f"stopped after step {int(state.name)} of 10000; the same command continues" in err
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_ends_the_other_and_the_run_goes_on(training, tmp_path):
+    """At any moment, one of two: then the same command, to the files of a run left alone."""
+    chance, steps = random.Random(5), {"num_gpus": 2, "steps": 8, "save_every": 2, "keep": 8}
+    ended(Launch(training(tmp_path / "alone", **steps)))
+    words, found = training(tmp_path / "run", **steps), 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for kill in range(int(os.environ.get("LTX2RT_TEST_KILLS", 4))):
+        launch = Launch(words)
+        wait_for(lambda least=found: metrics.exists() and len(rows_of(tmp_path / "run")) >= least)
+        wait_for(lambda pid=launch.pid: len(ranks_of(pid)) == 2 or not alive(pid))
+        time.sleep(chance.uniform(0, 0.2))
+        ranks = ranks_of(launch.pid)
+        if len(ranks) < 2:  # it was quicker
+            break
+        os.kill(ranks[kill % 2], signal.SIGKILL)
+        status, _, said = launch.end()
+        assert status not in (0, None) and len(said) <= 1, said
+        wait_for(lambda pids=ranks.values(): not any(map(alive, pids)))
+        found = min(8, found + 2)
+    ended(Launch(words))
+    runs = [tmp_path / name for name in ("run", "alone")]
+    one, other = (
+        [(x["step"], x["video_loss"], x["audio_loss"]) for x in rows_of(run)] for run in runs
+    )
+    assert one == other
+    one, other = ({p.name: p.read_bytes() for p in run.glob("lora-*.safetensors")} for run in runs)
+    assert one == other and one
 
 
 @pytest.mark.long
