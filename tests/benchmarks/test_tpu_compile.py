@@ -16,10 +16,10 @@ from ltx2rt.weights.presets import preset
 
 
 def marks(number: int, cell: Cell) -> list[pytest.MarkDecorator]:
-    """Every third cell of v6e:2x4 is planned in every run of the tests."""
+    """Every sixth cell of v6e:2x4 is planned in every run of the tests."""
     if cell.topology != "v6e:2x4":
         return [pytest.mark.slow]
-    return [pytest.mark.long] * (number % 3 > 0)
+    return [pytest.mark.long] * (number % 6 > 0)
 
 
 @pytest.mark.parametrize("cell", [

@@ -48,14 +48,14 @@ def agree(one, mesh, audio="replicated"):
     one.agrees(local, CLOSE)
 
 
-def seldom(name: str, mesh: dict[str, int]):
+def seldom(mesh: dict[str, int], *name: str):
     """A case that is long, but on three devices and on all axes at once."""
     marks = () if mesh in (MESHES[1], MESHES[-1]) else pytest.mark.long
-    return pytest.param(name, mesh, marks=marks)
+    return pytest.param(*name, mesh, marks=marks)
 
 
 OTHERS = product(["guided-2.0", "forward-2.3", MASKED], MESHES)
-CASES = [*product(["guided-2.3"], MESHES), *(seldom(*one) for one in OTHERS)]
+CASES = [*product(["guided-2.3"], MESHES), *(seldom(mesh, name) for name, mesh in OTHERS)]
 
 
 @pytest.mark.parametrize("name, mesh", CASES, ids=str)
@@ -106,7 +106,7 @@ def uneven_masked() -> Case:
     return Case.drawn(transformer.trace(config, shape, "float32"), feeds)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [seldom(mesh) for mesh in MESHES], ids=str)
 def test_a_mask_between_tokens_that_do_not_divide(mesh):
     agree(uneven_masked(), mesh)
 
@@ -130,7 +130,7 @@ def uneven_step(masked: bool) -> Case:
     ("split", False),
     pytest.param("replicated", True, marks=pytest.mark.long),  # masks alone: the test above
 ])  # fmt: skip
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", [seldom(mesh) for mesh in MESHES], ids=str)
 def test_tokens_that_do_not_divide_are_padded_and_the_padding_is_not_seen(mesh, sound, masked):
     agree(uneven_step(masked), mesh, sound)
 

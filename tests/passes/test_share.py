@@ -121,7 +121,12 @@ def test_images_masks_videos_and_frozen_streams_keep_their_values(more):
 
 
 @pytest.mark.parametrize(
-    "kind,layers,blocks", [("cuda", "scan", 2), ("cuda", "unrolled", 2), ("tpu", "scan", 0)]
+    "kind,layers,blocks",
+    [
+        ("cuda", "scan", 2),
+        pytest.param("cuda", "unrolled", 2, marks=pytest.mark.long),
+        ("tpu", "scan", 0),
+    ],
 )
 def test_backends_run_the_shared_step(kind, layers, blocks):
     """JAX takes a second to compile a part of the stack, and gets two parts."""
