@@ -17,18 +17,21 @@ from ltx2rt.scheduling import VARIABLE
 from tests.parity import relative_l2
 
 
-@pytest.mark.parametrize(("queries", "keys", "heads", "window", "first"), [
-    # blocks of 2 x 6 x 8, four and two in a program: all axes end within a block
-    ((2, 9, 17, 20), (9, 17, 24), (2, 64), (3, 11, 9), (0, 0, 3)),
-    # fewer frames than the keys of a program, windows as large as the rows; three groups of two
-    pytest.param((1, 3, 16, 7), (4, 16, 19), (6, 64), (3, 16, 8), (1, 0, 12), marks=pytest.mark.long),
-    ((1, 2, 5, 16), (2, 18, 16), (1, 128), (2, 8, 16), (0, 13, 0)),
+@pytest.mark.parametrize(("queries", "keys", "heads", "window", "first", "scale"), [
+    # blocks of 4 x 6 x 8: all axes end within a block
+    ((1, 9, 7, 10), (9, 16, 18), (2, 64), (3, 11, 9), (0, 0, 3), 0.3),
+    # fewer frames than a block, windows as large as the rows; three groups of two heads
+    pytest.param(
+        (1, 3, 16, 7), (4, 16, 19), (6, 64), (3, 16, 8), (1, 0, 12), 0.3, marks=pytest.mark.long
+    ),
+    # scores far above what a power of two can be without a shift
+    ((1, 2, 5, 16), (2, 18, 16), (1, 128), (2, 8, 16), (0, 13, 0), 10.0),
 ])  # fmt: skip
-def test_kernel_equals_the_definition(queries, keys, heads, window, first):
+def test_kernel_equals_the_definition(queries, keys, heads, window, first, scale):
     rng = np.random.default_rng(np.random.SeedSequence().entropy)
     shapes = [(*queries, *heads)] + [(queries[0], *keys, *heads)] * 2
     q, k, v = (rng.standard_normal(shape, np.float32) for shape in shapes)
-    plan = {"window": window, "first": first, "scale": 0.3}
+    plan = {"window": window, "first": first, "scale": scale}
     found = tpu.neighbourhood_attention(*map(jnp.asarray, (q, k, v)), **plan, interpret=True)
     expected = OPS["neighbourhood_attention"].numpy(q, k, v, **plan)
     assert relative_l2(found, expected) <= 1e-5  # float32 sums in another order

@@ -1,18 +1,24 @@
 """Neighbourhood attention on a TPU (Pallas): the scores of a block stay in the core's own memory.
 
-A block is FRAMES frames of queries, with just enough rows and columns that their windows reach a
-box of BOX x BOX keys in every frame: 6 x 6 where windows are 11 x 11. Columns of keys are copied
-for every block of columns, because a box may begin at any column and memory is addressed in tiles;
-rows and frames are read where they are. A program brings the keys of SHARING blocks. Heads of fewer
-than LANES numbers share the lanes: the queries of one are zero in the lanes of the others.
+A block is the queries of some frames, 7 where windows are 11 x 11 x 11, with just enough rows and
+columns that their windows reach a box of BOX x BOX keys in every frame: 6 x 6. Scores are keys by
+queries, and powers of two. A query's window has one frame out of every `window` of them: those of
+one multiplication are a frame for the first queries of the block and, where windows begin later,
+the frame `window` after it, both in one row of keys; the queries are zero where the other frame's
+keys are. So no frame is multiplied that a query does not see.
+
+Columns of keys are copied for every block of columns, because a box may begin at any column and
+memory is addressed in tiles; rows and frames are read where they are. Heads of fewer than LANES
+numbers share the lanes. Rows of ones under the transposed values have the matrix unit add up the
+weights, as in `attention.tpu`. There is always a running maximum: to learn that no shift is needed
+would take as long.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial, reduce
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +26,18 @@ import numpy as np
 from jax import Array, lax
 
 from ltx2rt.graph.network_ops import window_blocks
+from ltx2rt_kernels.attention.tpu import HIDDEN, PACKED
 
 LANES = 128
 BOX = 16  # the columns of a bfloat16 tile; BOX x BOX keys fill the matrix unit
-FRAMES = 2
-SHARING = (4, 2)  # blocks along frames and along rows
+QUERIES = 256  # the most in a block: columns of the matrix unit
 LEAST = 8  # in a smaller window a box would show each query less than a quarter
-HIDDEN = -1e30
-# (groups, program, block, token of frames, of rows, of columns, LANES) -> (groups, programs by
-# columns, rows, frames, blocks by rows, frames, tokens by frame, row, column, LANES)
-IN_BLOCKS = (0, 7, 4, 1, 5, 2, 3, 6, 8, 9, 10)
+# Scores of later frames, and of the next head, that are multiplied before a frame's values: of 2, 4,
+# 8 and all, 4 take the fewest bundles.
+AHEAD = 4
+# (groups, block, token of frames, block, token of rows, block, token of columns, LANES) -> (groups,
+# blocks by columns, rows, frames, tokens by frame, row, column, LANES)
+IN_BLOCKS = (0, 5, 3, 1, 2, 4, 6, 7)
 
 
 def why_not(q: Array, k: Array, v: Array, *, window, first, scale: float) -> str | None:
@@ -45,39 +53,16 @@ def why_not(q: Array, k: Array, v: Array, *, window, first, scale: float) -> str
     return None
 
 
-@dataclass(frozen=True)
-class _Axis:
-    """An axis in programs of `sharing` blocks of `block` queries, of which `blocks` hold queries.
+class _Axis(NamedTuple):
+    """An axis in blocks. boxes int[blocks]: where each block's box of keys begins; seen bool[blocks,
+    queries of a block, keys of a box]."""
 
-    slabs int[programs]: where the keys of a program begin, `slab` of them; boxes int[programs,
-    sharing]: where in its slab the box of each block begins; seen bool[programs, sharing, block,
-    box].
-    """
-
-    block: int
-    blocks: int
-    slab: int
-    slabs: np.ndarray
     boxes: np.ndarray
     seen: np.ndarray
 
     @classmethod
-    def plan(cls, queries: int, keys: int, window: int, first: int, block: int, sharing: int):
-        programs = -(-queries // (block * sharing))
-        padded = programs * sharing * block
-        _, slabs, wide = window_blocks(padded, keys, window, first, block * sharing)
-        _, boxes, seen = window_blocks(padded, keys, window, first, block)
-        boxes = boxes.reshape(programs, sharing) - slabs[:, None]
-        seen = seen.reshape(programs, sharing, *seen.shape[1:])
-        return cls(block, -(-queries // block), wide.shape[2], slabs, boxes, seen)
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        return *self.boxes.shape, self.block
-
-    @property
-    def padded(self) -> int:
-        return self.boxes.size * self.block
+    def plan(cls, queries: int, keys: int, window: int, first: int, block: int):
+        return cls(*window_blocks(-(-queries // block) * block, keys, window, first, block)[1:])
 
 
 def neighbourhood_attention(
@@ -91,53 +76,52 @@ def neighbourhood_attention(
     heads, dim = q.shape[4:]
     together = LANES // dim
     groups = q.shape[0] * heads // together
-    block = (FRAMES, BOX - window[1] + 1, BOX - window[2] + 1)
-    sizes = zip(q.shape[1:4], k.shape[1:4], window, first, block, (*SHARING, 1), strict=True)
+    rows, columns = (BOX - n + 1 for n in window[1:])
+    block = (min(QUERIES // (rows * columns), window[0] + 1), rows, columns)
+    sizes = zip(q.shape[1:4], k.shape[1:4], window, first, block, strict=True)
     t, r, c = (_Axis.plan(*size) for size in sizes)
-    tokens, frames = math.prod(block), t.seen.shape[3]
 
-    missing = [(0, x.padded - n) for x, n in zip((t, r, c), q.shape[1:4], strict=True)]
+    # in float32, as in `attention`
+    q = (q.astype(jnp.float32) * (scale * math.log2(math.e))).astype(q.dtype)
+    counts = [len(x.boxes) for x in (t, r, c)]
+    padded = [n * size for n, size in zip(counts, block, strict=True)]
+    missing = [(0, n - size) for n, size in zip(padded, q.shape[1:4], strict=True)]
     blocks = jnp.pad(_by_group(q), ((0, 0), *missing, (0, 0)))
-    blocks = blocks.reshape(groups, *t.shape, *r.shape, *c.shape, LANES)
-    blocks = blocks.transpose(IN_BLOCKS)  # programs, then the blocks of each, then their tokens
-    programs, split = blocks.shape[:4], blocks.shape
-    blocks = blocks.reshape(*programs, *split[4:6], tokens, LANES)
+    pairs = (n for pair in zip(counts, block, strict=True) for n in pair)
+    blocks = blocks.reshape(groups, *pairs, LANES).transpose(IN_BLOCKS)
+    split = blocks.shape
+    blocks = blocks.reshape(*split[:4], -1, LANES)
+    tokens = blocks.shape[4]
+    blocks = jnp.pad(blocks, (*[(0, 0)] * 4, (0, -tokens % LANES), (0, 0)))
 
-    mask, of_row, of_column = _masks(t, r, c)
-    tables = [t.slabs, r.slabs, of_column, t.boxes, r.boxes, of_row]
-
+    mask, tables = _masks(t, r, c)
     one = (*[None] * 4, *blocks.shape[4:])
-    of_queries = pl.BlockSpec(one, lambda g, c, r, t, *_: (g, c, r, t, 0, 0, 0, 0))
+    of_queries = pl.BlockSpec(one, lambda g, c, r, t, *_: (g, c, r, t, 0, 0))
     of_keys = pl.BlockSpec(
-        (pl.squeezed, pl.squeezed, *map(pl.Element, (t.slab, r.slab, BOX, LANES))),
+        (pl.squeezed, pl.squeezed, *map(pl.Element, (t.seen.shape[2], BOX, BOX, LANES))),
         lambda g, c, r, t, frames, rows, *_: (g, c, frames[t], rows[r], 0, 0),
     )
     of_mask = pl.BlockSpec(
-        (None, *mask.shape[1:]), lambda g, c, r, t, _t, _r, of_column, *_: (of_column[c], 0, 0, 0)
+        (None, None, *mask.shape[2:]),
+        lambda g, c, r, t, _t, _r, of_row, of_column, *_: (of_column[c], of_row[r], 0, 0),
     )
+    multiplied = (window[0] * together, BOX * BOX, blocks.shape[4])
     y: Any = pl.pallas_call(
-        partial(_program, t=t, r=r, dim=dim, scale=scale),
+        partial(_program, frames=window[0], dim=dim),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(tables) + 1,
-            grid=programs,
+            num_scalar_prefetch=len(tables),
+            grid=blocks.shape[:4],
             in_specs=[of_queries, of_keys, of_keys, of_mask],
             out_specs=of_queries,
-            scratch_shapes=[pltpu.VMEM((frames, together * tokens, BOX * BOX), jnp.float32)],
+            scratch_shapes=[pltpu.VMEM(multiplied, q.dtype)],
         ),
         out_shape=jax.ShapeDtypeStruct(blocks.shape, q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * len(programs)),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
         interpret=interpret,
         name="neighbourhood_attention",
-    )(
-        *(jnp.asarray(x.ravel(), jnp.int32) for x in tables),
-        jnp.asarray(np.where(t.seen, 0, HIDDEN).ravel(), jnp.float32),
-        blocks,
-        _by_columns(k, c.slabs),
-        _by_columns(v, c.slabs),
-        jnp.asarray(mask),
-    )
-    y = y.reshape(split).transpose(np.argsort(IN_BLOCKS))
-    y = y.reshape(groups, t.padded, r.padded, c.padded, LANES)
+    )(*tables, blocks, _by_columns(k, c.boxes), _by_columns(v, c.boxes), mask)
+    y = y[..., :tokens, :].reshape(split).transpose(np.argsort(IN_BLOCKS))
+    y = y.reshape(groups, *padded, LANES)
     y = y[:, : q.shape[1], : q.shape[2], : q.shape[3]].reshape(q.shape[0], -1, *q.shape[1:4], LANES)
     return jnp.moveaxis(y, 1, 4).reshape(q.shape)
 
@@ -154,66 +138,78 @@ def _by_columns(x: Array, begins: np.ndarray) -> Array:
     return jnp.stack([x[:, :, :, n : n + BOX] for n in map(int, begins)], axis=1)
 
 
-def _masks(t: _Axis, r: _Axis, c: _Axis) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Masks that hide keys of other rows and columns, f32[kinds of columns, kinds of rows, tokens,
-    keys of a frame], and the kinds that blocks of rows and of columns are."""
-    rows, of_row = np.unique(r.seen.reshape(-1, r.block, BOX), axis=0, return_inverse=True)
-    columns, of_column = np.unique(c.seen[:, 0], axis=0, return_inverse=True)
-    shown = rows[None, :, None, :, None, :, None] & columns[:, None, None, None, :, None, :]
-    shown = np.broadcast_to(shown, (*shown.shape[:2], t.block, *shown.shape[3:]))
+def _masks(t: _Axis, r: _Axis, c: _Axis) -> tuple[Array, list[Array]]:
+    """Masks that hide keys of other rows and columns, f32[kinds of columns, kinds of rows, keys of
+    a frame, queries], and the first arguments of `_program`."""
+    rows, of_row = np.unique(r.seen, axis=0, return_inverse=True)
+    columns, of_column = np.unique(c.seen, axis=0, return_inverse=True)
+    shown = np.einsum("rqk,cxy->crkyqx", rows, columns)
+    frames = t.seen.shape[1]
+    shown = np.broadcast_to(shown[:, :, :, :, None], (*shown.shape[:4], frames, *shown.shape[4:]))
     mask = np.where(shown, 0, HIDDEN).astype(np.float32)
-    return mask.reshape(*shown.shape[:2], -1, BOX * BOX), of_row, of_column
+    mask = mask.reshape(*shown.shape[:2], BOX * BOX, -1)
+    windows = t.seen.argmax(axis=2)  # where they begin, in the block's box
+    # by frame of a window: the first token of a block of which the window begins later
+    early = windows[:, None] - windows[:, :1, None] <= np.arange(frames - 1)[:, None]
+    later = early.sum(axis=2) * (mask.shape[3] // frames)
+    tables = [t.boxes, r.boxes, of_row, of_column, windows[:, 0], later]
+    mask = np.pad(mask, (*[(0, 0)] * 3, (0, -mask.shape[3] % LANES)))
+    return jnp.asarray(mask), [jnp.asarray(x.ravel(), jnp.int32) for x in tables]
 
 
 def _program(
-    _slabs_t, _slabs_r, _of_column, boxes_t, boxes_r, of_row, hidden_frames,
-    q, k, v, mask, y, scores, *, t: _Axis, r: _Axis, dim: int, scale: float,
+    _boxes_t, _boxes_r, _of_row, _of_column, begins, later, q, k, v, mask, y, weights,
+    *, frames: int, dim: int,
 ):  # fmt: skip
-    """q and y (blocks along rows, along frames, tokens, LANES), k and v (frames, rows, BOX, LANES),
-    mask (kinds of rows, tokens, keys); scores (frames, heads tokens, keys) of one block."""
+    """q and y (tokens, LANES), k and v (frames, BOX, BOX, LANES), mask (keys, tokens); weights
+    (frames times heads, keys, tokens)."""
     from jax.experimental import pallas as pl
 
-    tokens, (frames, _, keys) = q.shape[2], scores.shape
-    number_r, number_t = pl.program_id(2), pl.program_id(3)
-    here_r = jnp.minimum(q.shape[0], r.blocks - number_r * q.shape[0])
-    here_t = jnp.minimum(q.shape[1], t.blocks - number_t * q.shape[1])
-    lane = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 1)
-    own = [(lane >= start) & (lane < start + dim) for start in range(0, LANES, dim)]
-    token = lax.broadcasted_iota(jnp.int32, (tokens, LANES), 0)
+    block, (keys, tokens) = pl.program_id(3), mask.shape
+    heads, pairs = LANES // dim, len(later) // len(begins)
+    queries, zero = q[...].T, jnp.zeros((dim, tokens), q.dtype)
+    place = lax.broadcasted_iota(jnp.int32, (dim, tokens), 1)
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    multiply = partial(jnp.dot, precision=precision, preferred_element_type=jnp.float32)
 
-    def multiply(x: Array, y: Array, axis: int) -> Array:
-        return lax.dot_general(
-            x, y, (((1,), (axis,)), ((), ())), precision, preferred_element_type=jnp.float32
-        )
+    def early(i: int) -> Array:
+        return place < later[block * pairs + i]
 
-    def attend(number, _):
-        in_r, in_t = lax.div(number, here_t), lax.rem(number, here_t)
-        block_r, block_t = number_r * q.shape[0] + in_r, number_t * q.shape[1] + in_t
-        row, frame, hidden = boxes_r[block_r], boxes_t[block_t], mask[of_row[block_r]]
-        queries = q[in_r, in_t].astype(jnp.float32)
-        queries = jnp.concatenate([jnp.where(x, queries, 0.0) for x in own]).astype(q.dtype)
-        most = jnp.full((len(queries), LANES), HIDDEN, jnp.float32)
-        for i in range(frames):
-            here = jnp.zeros((tokens, LANES), jnp.float32)
-            for j in range(t.block):
-                bias = hidden_frames[(block_t * t.block + j) * frames + i]
-                here = jnp.where(token >= j * (tokens // t.block), bias, here)
-            here = hidden + jnp.concatenate([here] * (keys // LANES), axis=1)
-            found = multiply(queries, k[frame + i, pl.ds(row, BOX)].reshape(keys, LANES), 1) * scale
-            found = (found.reshape(len(own), tokens, keys) + here).reshape(found.shape)
-            scores[i] = found
-            most = jnp.maximum(most, jnp.maximum(found[:, :LANES], found[:, LANES:]))
-        most = jnp.max(most, axis=1, keepdims=True)
-        total = sums = jnp.zeros((len(queries), LANES), jnp.float32)
-        for i in range(frames):
-            weights = jnp.exp(scores[i] - most)
-            total = total + (weights[:, :LANES] + weights[:, LANES:])
-            values = v[frame + i, pl.ds(row, BOX)].reshape(keys, LANES)
-            sums = sums + multiply(weights.astype(v.dtype), values, 0)
-        sums = (sums / jnp.sum(total, axis=1, keepdims=True)).reshape(-1, tokens, LANES)
-        parts = (jnp.where(x, sums[i], 0.0) for i, x in enumerate(own))
-        y[in_r, in_t] = reduce(jnp.add, parts).astype(y.dtype)
-        return 0
+    def load(ref, i: int) -> list[Array]:
+        """One frame of the windows: of the first queries, and of those that begin later."""
+        here = begins[block] + i
+        found = [here, jnp.minimum(here + frames, len(ref) - 1)] if i < pairs else [here]
+        return [ref[frame].reshape(keys, LANES) for frame in found]
 
-    lax.fori_loop(0, here_r * here_t, attend, 0)
+    def weigh(n: int, most: Array) -> Array:
+        """Store the weights of a head and a frame; return the largest score so far."""
+        head, i = divmod(n, frames)
+        parts = [queries[head * dim : (head + 1) * dim]]
+        if i < pairs:
+            parts = [jnp.where(early(i), *x) for x in ((parts[0], zero), (zero, parts[0]))]
+        placed = [x if h == head else zero for x in parts for h in range(heads)]
+        found = multiply(jnp.concatenate(load(k, i), axis=1), jnp.concatenate(placed)) + mask[...]
+        most = jnp.maximum(most, found.max(axis=0, keepdims=True))
+        weights[n] = jnp.exp2(found - most).astype(v.dtype)
+        return most
+
+    def add(n: int) -> Array:
+        """Weighed values of a head and a frame and, under them, the sum of the weights."""
+        head, i = divmod(n, frames)
+        values = [x.T[head * dim : (head + 1) * dim] for x in load(v, i)]
+        found = multiply(jnp.concatenate([*values, jnp.ones((PACKED, keys), v.dtype)]), weights[n])
+        if i >= pairs:
+            return found
+        mine = jnp.where(early(i), found[:dim], found[dim : 2 * dim])
+        return jnp.concatenate([mine, found[2 * dim :]])
+
+    most: list[Array] = []
+    sums: list[Any] = [None] * heads
+    for n in range(heads * frames + AHEAD):
+        if n < heads * frames:
+            most.append(weigh(n, most[-1] if n % frames else jnp.full((1, tokens), HIDDEN)))
+        if (n := n - AHEAD) >= 0:
+            head, i = divmod(n, frames)
+            before = sums[head] * jnp.exp2(most[n - 1] - most[n]) if i else 0.0
+            sums[head] = before + add(n)
+    y[...] = jnp.concatenate([x[:dim] / x[dim : dim + 1] for x in sums]).T.astype(y.dtype)
