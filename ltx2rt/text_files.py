@@ -69,9 +69,10 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 def read_toml(flag: str, path: Path) -> dict[str, Any]:
     """Return the values of a TOML file that a flag names. Raises InputError."""
+    text = read_text(path)
     try:
-        return tomllib.loads(read_text(path))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits
         raise InputError(f"{flag}: {path} is no TOML file ({error}); correct it") from None
 
 

@@ -9,7 +9,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.serve.batch import read_lines
 from ltx2rt.serve.users import read_tokens
 from ltx2rt.serve.webhooks import read_hooks
-from ltx2rt.text_files import parse, read_json, read_json_lines, read_text
+from ltx2rt.text_files import parse, read_json, read_json_lines, read_text, read_toml
 
 SHAPE = {"step": int, "rate?": float, "names": [str], "sizes": {str: (int, None)}}
 GOOD = '{"step": 1, "rate": 2, "names": ["a"], "sizes": {"x": null}, "more": []}'
@@ -110,3 +110,11 @@ def test_prompts_in_brackets_are_lines_and_tables_are_refused(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(InputError, match=f"--prompts: .*{name} {said}"):
             read_prompts(tmp_path / name)
+
+
+@pytest.mark.parametrize("text", ["a = ", "a = 1" + "0" * 5000, "a = " + "[" * 5000])
+def test_a_file_that_is_no_toml_is_refused(tmp_path, text):
+    path = tmp_path / "a.toml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=r"^--config: .*a\.toml is no TOML file \("):
+        read_toml("--config", path)
