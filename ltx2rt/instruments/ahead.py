@@ -7,6 +7,7 @@ compiled programs; nothing is run. How a graph is compiled is the backend's busi
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,11 @@ from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
 from ltx2rt.pipelines.request import Request, fitted
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, slice_chips, topology
+from ltx2rt.placement.mesh import canonical
 from ltx2rt.placement.mesh import in_words as mesh_in_words
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.training_estimate import datasheet_step
+from ltx2rt.session.arrange import choose
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import MEMORY, LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
@@ -101,7 +104,8 @@ class Compilation:
 
 
 def plan_job(options: ModelOptions, request: Request, target: Target) -> Compilation:
-    """Plan the programs to compile, from headers and sizes alone. Raises InputError."""
+    """Plan the programs to compile, from headers and sizes alone, for the profile's mesh or one that
+    divides the model. Raises InputError."""
     check_bounds(target)
     if unknown := [name for name in target.component if name not in COMPILED]:
         known = f"known: {', '.join(COMPILED)}{hint(unknown[0], COMPILED)}"
@@ -121,7 +125,23 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
     clip = fitted(request, session.options, session.checkpoint)
     named = clip.request.learnt or session.options.loras
     loras = Loras(named, LoraSpec(Path("distilled")))
-    cells = tuple(_cells(session, clip, loras, target))
+    try:
+        cells = tuple(_cells(session, clip, loras, target))
+    except InputError:
+        if options.mesh or options.profile:
+            raise
+        stages = clip.stages(session.config, session.options, Loras(named))
+        own, number = replace(options, backend=kind.backend), request.num_videos
+        for clips in (n for n in (1, 2, 4, 8) if devices % n == 0):
+            with suppress(InputError):
+                if choice := choose(session.checkpoint, own, kind, devices // clips, stages):
+                    mesh = canonical({"data": clips, **choice.best.mesh})
+                    given = replace(given, num_videos=max(number, clips))
+                    made = plan_job(replace(options, mesh=mesh), given, target)
+                    said = f"--mesh {mesh_in_words(mesh, ',')} --num-videos {given.num_videos}"
+                    note(f"{target.topology}: the usual mesh does not divide this model; {said}")
+                    return made
+        raise
     found = {cell.component for cell in cells}
     if missing := [name for name in target.component if name not in found]:
         others = replace(target, component=())

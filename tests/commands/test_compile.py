@@ -2,9 +2,11 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.cost import traffic
 from ltx2rt.session.options import ModelOptions
-from tests.conftest import read_by
+from tests.conftest import read_by, refused
 
 TINY = {"--topology": "v6e:2x2", "--preset": "tiny-2.3"}
 TINY |= {"--width": 64, "--height": 64, "--num-frames": 9}
@@ -60,6 +62,18 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)
     assert graphs["video-decoder"].inputs["latent"].type.shape == (1, 128, 10, 16, 24)  # one tile
     assert traffic(graphs["video-decoder"]) == {} and traffic(graphs["upsampler"]) == {}
+
+
+def test_a_mesh_that_divides_the_model_is_chosen_and_said(capsys):
+    """Four heads on eight devices: two clips at once."""
+    small = {"width": 128, "height": 128, "num_frames": 9, "component": ("denoise-step",)}
+    mesh = plan("v6e-8", "tiny-2.3", **small).mesh
+    assert mesh["data"] == 2 and prod(mesh.values()) == 8
+    assert re.search(
+        "the usual mesh does not .*--mesh data=2,.* --num-videos 2", capsys.readouterr().err
+    )
+    with refused("--mesh: sequence=4 does not divide the 2 heads"):
+        plan("v6e-8", "tiny-2.3", mesh={"sequence": 4, "tensor": 2}, **small)
 
 
 BEGIN = ("text-encoder", "video-encoder", "denoise-before", "denoise-step")
