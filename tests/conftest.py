@@ -97,10 +97,10 @@ class Run:
 
 
 LONG_FILES = """
-    media/test_mp4 serve/test_supervisor weights/test_hub run/test_preview commands/test_plan
-    serve/test_batch train/test_run backends/test_tensor_parallel commands/test_probe
-    session/test_session stages/test_kept_steps test_docs commands/test_generate serve/test_app
-    serve/test_page real/test_rows
+    run/test_preview session/test_session backends/test_train weights/test_hub stages/test_kept_steps
+    serve/test_batch commands/test_probe train/test_run commands/test_plan test_docs
+    backends/test_tensor_parallel real/test_rows serve/test_app serve/test_page test_released
+    commands/test_generate
 """.split()  # longer than their number of tests tells, the longest last
 
 
@@ -352,15 +352,16 @@ def command() -> Callable[..., tuple[int, str, str]]:
 
 
 @pytest.fixture(scope="session")
-def tiny(tmp_path_factory) -> Callable[[str, str], Path]:
-    """(preset, layout) -> folder. Tests must not change what lies there."""
+def tiny(tmp_path_factory) -> Callable[..., Path]:
+    """(preset, layout, seed=0) -> folder. Tests must not change what lies there."""
     from ltx2rt.instruments.make import make_checkpoint
 
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root  # of all workers
 
-    def get(name: str, layout: str) -> Path:
-        return once(root / f"{name}-{layout}", lambda made: make_checkpoint(name, layout, made))
+    def get(name: str, layout: str, seed: int = 0) -> Path:
+        make = partial(make_checkpoint, name, layout, seed=seed)
+        return once(root / f"{name}-{layout}-{seed}", make)
 
     return get
 
@@ -436,6 +437,12 @@ def on_both(tiny) -> Iterator[Callable[..., dict]]:
     yield get
     for session in opened.values():
         session.close()
+
+
+@pytest.fixture(scope="session")
+def user_lora(tiny) -> Path:
+    """A LoRA unlike the model's own one."""
+    return tiny("tiny-2.3", "official", 1) / "tiny-2.3-distilled-lora.safetensors"
 
 
 @pytest.fixture(scope="session")

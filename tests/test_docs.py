@@ -35,7 +35,6 @@ from PIL import Image
 
 from ltx2rt import cli
 from ltx2rt.commands import generate
-from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.media.output import write_wav
 from ltx2rt.run.plan import make_plan
@@ -127,7 +126,7 @@ def params(*whys: str) -> list:
 
 
 @pytest.fixture(scope="session")
-def clone(tmp_path_factory, tiny, half) -> Path:
+def clone(tmp_path_factory, tiny, half, user_lora) -> Path:
     """A folder that looks like a clone after `make demo`, with a checkpoint and a picture of the
     reader's in it."""
     folder, made = tmp_path_factory.mktemp("clone"), tiny("tiny-2.3", "official")
@@ -140,9 +139,7 @@ def clone(tmp_path_factory, tiny, half) -> Path:
     (folder / "demo").mkdir()
     (folder / "examples").mkdir()
     (folder / "examples" / "tiny-trained").symlink_to(made)
-    make_checkpoint("tiny-2.3", "official", folder / "other", seed=1)
-    lora = folder / "other" / "tiny-2.3-distilled-lora.safetensors"
-    (folder / "style.safetensors").symlink_to(lora)
+    (folder / "style.safetensors").symlink_to(user_lora)
     compiled = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "benchmarks", folder / "benchmarks", ignore=compiled)
     Image.linear_gradient("L").resize((64, 64)).save(folder / "mask.png")

@@ -15,7 +15,6 @@ from PIL import Image
 from safetensors.numpy import load_file, save_file
 
 from ltx2rt.instruments.compare import compare
-from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.mp4 import write_mp4
 from ltx2rt.session.session import Session
 from ltx2rt.stages.noise import standard_normal
@@ -48,13 +47,6 @@ def run(generate, model):
 @pytest.fixture(scope="module")
 def base(run):
     return run(sound=True)
-
-
-@pytest.fixture(scope="module")
-def user_lora(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("other")
-    make_checkpoint("tiny-2.3", "official", folder, seed=1)
-    return folder / "tiny-2.3-distilled-lora.safetensors"
 
 
 def assert_bitwise(found, expected, of=""):

@@ -2,7 +2,6 @@
 
 import pytest
 
-from ltx2rt.instruments.make import make_checkpoint
 from tests.serve.serving import TOKENS, Server
 
 
@@ -47,14 +46,12 @@ def not_started(command, tiny_model, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def server(tiny_model, tmp_path_factory):
+def server(tiny_model, user_lora, tmp_path_factory):
     """One with replicas that have no model, and LoRAs to name."""
     root = tmp_path_factory.mktemp("server")
     loras = root / "loras"
     loras.mkdir()
-    # the model's own would be merged twice
-    make_checkpoint("tiny-2.3", "official", root / "other", seed=1)
-    (loras / "style.safetensors").symlink_to(root / "other/tiny-2.3-distilled-lora.safetensors")
+    (loras / "style.safetensors").symlink_to(user_lora)  # the model's own would be merged twice
     (loras / "loop.safetensors").symlink_to(loras / "loop.safetensors")
     flags = "--replicas 2 --max-work 30 --keep 7d --served-name sora-2 tiny --loras".split()
     made = Server(tiny_model, root / "data", *flags, loras, env={"FAKE_MEMORY": str(6 * 10**8)})

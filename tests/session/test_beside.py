@@ -8,7 +8,6 @@ import pytest
 
 import ltx2rt
 from ltx2rt.errors import InputError
-from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.passes.adapters import MARK
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.weights.files import TensorFile, write_arrays
@@ -23,16 +22,9 @@ def model(tiny):
 
 
 @pytest.fixture(scope="module")
-def other(tmp_path_factory):
-    """A LoRA of blocks and of what is around them."""
-    make_checkpoint("tiny-2.3", "official", folder := tmp_path_factory.mktemp("other"), seed=1)
-    return folder / "tiny-2.3-distilled-lora.safetensors"
-
-
-@pytest.fixture(scope="module")
-def loras(other, tmp_path_factory):
+def loras(user_lora, tmp_path_factory):
     """Two LoRAs of blocks, of different rank and modules."""
-    folder, file = tmp_path_factory.mktemp("loras"), TensorFile(other)
+    folder, file = tmp_path_factory.mktemp("loras"), TensorFile(user_lora)
     blocks = {n: np.array(file.read(n)) for n in file.names() if "transformer_blocks." in n}
     attentions = {n: x for n, x in blocks.items() if ".attn1.to_" in n or ".audio_attn1." in n}
     halves = {n: x[:3] if f"{MARK}A" in n else x[:, :3] for n, x in attentions.items()}
@@ -85,7 +77,7 @@ def test_loras_change_without_reading_the_model(backend, model, loras):
         np.testing.assert_array_equal(runs[0].frames, runs[3].frames)
 
 
-def test_what_cannot_stay_apart_is_refused(model, other, loras, tmp_path):
+def test_what_cannot_stay_apart_is_refused(model, user_lora, loras, tmp_path):
     file = TensorFile(loras[0])
     name = next(n for n in file.names() if n.endswith("attn1.to_q.lora_A.weight"))
     module = name.removesuffix(".lora_A.weight")
@@ -93,7 +85,10 @@ def test_what_cannot_stay_apart_is_refused(model, other, loras, tmp_path):
     halves = {"hada_w1_a": up, "hada_w1_b": down, "hada_w2_a": up, "hada_w2_b": down}
     write_arrays(tmp_path / "loha.safetensors", {f"{module}.{n}": x for n, x in halves.items()})
     with ltx2rt.open(model, backend="cuda", device="cpu", lora_mode="unmerged") as session:
-        for path, what in ((other, "also changes"), (tmp_path / "loha.safetensors", "is a LoHa")):
+        for path, what in (
+            (user_lora, "also changes"),
+            (tmp_path / "loha.safetensors", "is a LoHa"),
+        ):
             with pytest.raises(InputError, match=rf"{path.name} {what}.*--lora-mode merged"):
                 made(session, path)
 

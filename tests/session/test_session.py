@@ -14,7 +14,6 @@ import pytest
 import ltx2rt
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
-from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import produce
@@ -31,13 +30,6 @@ SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 @pytest.fixture(scope="module")
 def model(tiny):
     return tiny("tiny-2.3", "official")
-
-
-@pytest.fixture(scope="module")
-def user_lora(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("other")
-    make_checkpoint("tiny-2.3", "official", folder, seed=1)
-    return folder / "tiny-2.3-distilled-lora.safetensors"
 
 
 @pytest.fixture(params=["cuda", "tpu"])

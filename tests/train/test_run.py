@@ -18,7 +18,6 @@ from ltx2rt import cli
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.commands import train as command
 from ltx2rt.errors import InputError
-from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.output import write_wav
 from ltx2rt.placement import stream
 from ltx2rt.session.open import open_session
@@ -159,12 +158,11 @@ def test_data_that_is_refused(prepare, refused, no_run, train, tmp_path, capsys)
     assert "lower it" in no_run(tmp_path / "other", batch=4)
 
 
-def test_runs_that_are_not_continued(cache, train, refused, no_run, undisturbed, tmp_path, capsys):
+def test_runs_that_are_not_continued(cache, train, refused, no_run, undisturbed, tiny, capsys):
     assert "--rank: 3" in no_run(undisturbed, rank=3)
     line = no_run(undisturbed, weights_dtype="int8")
     assert f"--weights-dtype: int8, {undisturbed} was begun with none" in line
-    make_checkpoint("tiny-2.3", "official", tmp_path / "other", seed=1)
-    line = refused("run", *options(cache, undisturbed), model=tmp_path / "other")
+    line = refused("run", *options(cache, undisturbed), model=tiny("tiny-2.3", "official", 1))
     assert f"--data: {cache} was made with another model" in line  # of the same header
     about, manifest = undisturbed / "state" / "000004" / "state.json", cache / "manifest.jsonl"
     texts = {path: path.read_text() for path in (about, manifest)}
