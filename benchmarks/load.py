@@ -42,7 +42,7 @@ from ltx2rt.instruments.tensors import BF16, F32, TABLE, lora_tensors
 from ltx2rt.models import transformer
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_tensors
-from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
 
 SAMPLE_S = 0.002

@@ -20,9 +20,9 @@ from ltx2rt.graph.encodings import E2M1, rotation
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.weights.checkpoint import BLOCK_MATRIX, open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays, write_tensors
-from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.names import to_diffusers
-from ltx2rt.weights.quant_formats import HEADER
+from ltx2rt.weights.quant.formats import HEADER
 from tests.gguf_files import arrays_of
 
 LORA = "ltx-2.5-22b-distilled-lora-450-bf16.safetensors"

@@ -22,11 +22,11 @@ from ltx2rt.passes.loop import taken_apart
 from ltx2rt.passes.unroll import unroll
 from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
 from ltx2rt.placement.stream import pieces as pieces_of
-from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.encoded import Piece as Cuts
 from ltx2rt.weights.files import in_file
-from ltx2rt.weights.lora import row_chunks
+from ltx2rt.weights.lora.changes import Factors
+from ltx2rt.weights.lora.file import row_chunks
 from ltx2rt_cuda.as_run import as_run
 from ltx2rt_cuda.device import chosen
 from ltx2rt_cuda.device.torch_device import Fetched, Recorder, widened

@@ -23,9 +23,9 @@ from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Graph
 from ltx2rt.placement.devices import host_memory
 from ltx2rt.placement.stream import FILE, PINNED, Piece, moves, stack_of
-from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
-from ltx2rt.weights.lora import merge
+from ltx2rt.weights.lora.changes import Factors
+from ltx2rt.weights.lora.file import merge
 from ltx2rt_tpu.as_run import ASSEMBLED
 from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
 from ltx2rt_tpu.hosts import HOST_VARIABLES

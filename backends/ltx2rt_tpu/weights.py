@@ -22,9 +22,9 @@ from jax.sharding import PartitionSpec as P
 
 from ltx2rt.graph.interpret import NUMPY_DTYPES
 from ltx2rt.graph.ir import Graph, Layout, Type
-from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.encoded import EncodedSource
-from ltx2rt.weights.lora import BF16, F32, row_chunks
+from ltx2rt.weights.lora.changes import Factors
+from ltx2rt.weights.lora.file import BF16, F32, row_chunks
 
 Weights = dict[str, Any]  # arrays, or `HostLayers`
 HALVED_BYTES = 2**20  # a smaller tensor is copied sooner than a thread is started

@@ -22,7 +22,7 @@ from ltx2rt.weights import hub
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.forms import Room
 from ltx2rt.weights.inspect import format_inspection, inspect_path
-from ltx2rt.weights.lora import merge_to_file, open_lora
+from ltx2rt.weights.lora.file import merge_to_file, open_lora
 from ltx2rt.weights.near import Chooser
 from ltx2rt.weights.part_table import files_beside, wanted_by
 from ltx2rt.weights.presets import UPSAMPLERS

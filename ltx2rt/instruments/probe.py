@@ -36,7 +36,7 @@ from ltx2rt.text_files import NO_TEXT
 from ltx2rt.train.gradients import lora_gradients
 from ltx2rt.weights.checkpoint import Checkpoint, open_parts
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.lora.file import open_lora
 
 flag = flags_of("network")
 

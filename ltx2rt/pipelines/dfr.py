@@ -40,7 +40,7 @@ from ltx2rt.stages.refine import Refine
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
 from ltx2rt.stages.stage import Stage
 from ltx2rt.stages.upsample import Upsample, UpsampleTime
-from ltx2rt.weights.lora import reference_factors
+from ltx2rt.weights.lora.file import reference_factors
 
 flag = flags_of("sampling")
 

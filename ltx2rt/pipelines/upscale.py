@@ -29,7 +29,7 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.stage import Stage
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.lora import FACTORS, reference_factors
+from ltx2rt.weights.lora.file import FACTORS, reference_factors
 
 flag = flags_of("conditioning")
 

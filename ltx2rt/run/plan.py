@@ -30,11 +30,11 @@ from ltx2rt.stages.enhance import Enhancer, enhance
 from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.stage import MODALITIES, Stage
 from ltx2rt.stages.text import Text
-from ltx2rt.weights.changes import STORED
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.distilled import kind_by_name, sign
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.lora import Merge, open_lora
+from ltx2rt.weights.lora.changes import STORED
+from ltx2rt.weights.lora.file import Merge, open_lora
 from ltx2rt.weights.trained import remarks
 
 

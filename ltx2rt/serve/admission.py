@@ -56,7 +56,7 @@ from ltx2rt.stages.duration import chooses_length
 from ltx2rt.stages.enhance import Enhancer
 from ltx2rt.suggest import same
 from ltx2rt.text_files import mismatch
-from ltx2rt.weights.lora_config import lora_file
+from ltx2rt.weights.lora.config import lora_file
 
 MAX_IMAGES, MAX_LORAS, MAX_METADATA, MAX_PRIORITY = 8, 8, 16, 9
 MAX_VIDEOS = 8  # limit for one request

@@ -15,11 +15,11 @@ from ltx2rt.backend import TensorSource
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.passes.adapters import MARK, Adapters, starred, tensors
-from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.files import cut, stored_fields
-from ltx2rt.weights.lora import Lora, MergedSource
+from ltx2rt.weights.lora.changes import Pair
+from ltx2rt.weights.lora.file import Lora, MergedSource
 from ltx2rt.weights.names import collapse
-from ltx2rt.weights.packed import Fields
+from ltx2rt.weights.quant.packed import Fields
 
 LEAST_RANK = 8
 BLOCKS = "transformer_blocks."

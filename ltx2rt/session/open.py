@@ -23,7 +23,7 @@ from ltx2rt.weights.checkpoint import Checkpoint, open_checkpoint
 from ltx2rt.weights.digests import files_of
 from ltx2rt.weights.forms import Room
 from ltx2rt.weights.hub import fetch, parse_repo
-from ltx2rt.weights.lora_config import lora_file
+from ltx2rt.weights.lora.config import lora_file
 from ltx2rt.weights.near import Chooser
 from ltx2rt.weights.part_table import PARTS, files_beside, names_of
 

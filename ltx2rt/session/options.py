@@ -21,7 +21,7 @@ from ltx2rt.graph.encodings import QUANTISED
 from ltx2rt.placement.mesh import MESH_AXES, canonical
 from ltx2rt.suggest import same
 from ltx2rt.weights.distilled import KINDS
-from ltx2rt.weights.lora_config import lora_file
+from ltx2rt.weights.lora.config import lora_file
 from ltx2rt.weights.part_table import FILES
 
 DISTILLED_STAGES = ("stage1", "stage2")

@@ -28,7 +28,7 @@ from ltx2rt.session.memory import Memory, Needing, kept
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.weights import WeightStore
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.lora import Merge
+from ltx2rt.weights.lora.file import Merge
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

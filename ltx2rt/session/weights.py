@@ -29,8 +29,8 @@ from ltx2rt.system import identity
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.files import check_opened, stored_fields, unchanged
-from ltx2rt.weights.lora import Lora, Merge, MergedSource, check_lora, open_lora
-from ltx2rt.weights.packed import Packed
+from ltx2rt.weights.lora.file import Lora, Merge, MergedSource, check_lora, open_lora
+from ltx2rt.weights.quant.packed import Packed
 
 MAX_NAMED = 64  # sets of LoRAs
 HOST_SHARE = 0.1  # share of the host's memory to leave free

@@ -26,10 +26,10 @@ from ltx2rt.session.options import LoraSpec
 from ltx2rt.weights.checkpoint import Checkpoint
 from ltx2rt.weights.configs.gemma3 import gemma_json
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.lora.file import open_lora
 from ltx2rt.weights.names import GEMMA, gemma_to_canonical
-from ltx2rt.weights.packed import Packed
 from ltx2rt.weights.parts import read_json
+from ltx2rt.weights.quant.packed import Packed
 from ltx2rt.weights.text_encoder import Asset, find_tokenizer, lone_gemma, open_gemma
 
 TEMPERATURE, TOP_K, MAX_TOKENS = 0.7, 50, 512  # the official pipelines'

@@ -18,9 +18,9 @@ from ltx2rt.session.call import Call
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Session
 from ltx2rt.weights.audit import audit
-from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.files import TensorReader
-from ltx2rt.weights.lora import Lora, check_lora, open_lora
+from ltx2rt.weights.lora.changes import Pair
+from ltx2rt.weights.lora.file import Lora, check_lora, open_lora
 from ltx2rt.weights.names import collapse
 from ltx2rt.weights.part_table import PARTS
 

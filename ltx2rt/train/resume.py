@@ -18,7 +18,7 @@ from ltx2rt.train.manifest import digest_of
 from ltx2rt.train.request import TrainRequest, to_text
 from ltx2rt.train.samples import Samples
 from ltx2rt.train.state import ABOUT, CONFIGURATION, METRICS, STATES, states
-from ltx2rt.weights.lora import FACTORS
+from ltx2rt.weights.lora.file import FACTORS
 from ltx2rt.weights.trained import is_of
 
 # Fields that may change when a run goes on: no step differs, except that a schedule ends elsewhere.

@@ -23,7 +23,7 @@ from ltx2rt.passes.adapters import MARK
 from ltx2rt.system import AT_ONCE, sync, take_lock
 from ltx2rt.text_files import parse, read_json, read_text
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.lora import FACTORS
+from ltx2rt.weights.lora.file import FACTORS
 from ltx2rt.weights.names import to_diffusers
 from ltx2rt.weights.part_table import PARTS
 

@@ -20,11 +20,11 @@ import numpy as np
 from ltx2rt.config import ModelConfig, TransformerConfig
 from ltx2rt.errors import GraphError, InputError
 from ltx2rt.release import of_version, stated, version_tuple
-from ltx2rt.weights.changes import Pair
 from ltx2rt.weights.configs import transformer
 from ltx2rt.weights.digests import digest
 from ltx2rt.weights.files import TensorFile, TensorFolder, open_file, open_tensors
-from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.lora.changes import Pair
+from ltx2rt.weights.lora.file import open_lora
 from ltx2rt.weights.names import CONNECTORS, TEXT_PROJECTION
 from ltx2rt.weights.near import NO_DEVICE, Chooser, Given, find
 from ltx2rt.weights.part_table import FILES, PARTS, PROJECTION, names_of
@@ -45,7 +45,7 @@ from ltx2rt.weights.places import (
     refuse_encoded,
     version_of,
 )
-from ltx2rt.weights.quantised import RenamedSource, dequantised, renamed
+from ltx2rt.weights.quant.reader import RenamedSource, dequantised, renamed
 from ltx2rt.weights.text_encoder import Asset, find_tokenizer, gemma_keys, no_tokenizer
 
 COMPONENTS = names_of(lambda part: part.source)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from ltx2rt.graph.encodings import E4M3_FORMAT
-from ltx2rt.weights.packed import Packed
 from ltx2rt.weights.parts import read_json
+from ltx2rt.weights.quant.packed import Packed
 
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint

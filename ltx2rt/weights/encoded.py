@@ -12,7 +12,7 @@ from ltx2rt.backend import TensorSource
 from ltx2rt.graph.encodings import EITHER, ENCODINGS
 from ltx2rt.graph.ir import Cut, Layout
 from ltx2rt.weights.files import stored_fields
-from ltx2rt.weights.packed import Packed
+from ltx2rt.weights.quant.packed import Packed
 
 Piece = tuple[str, *tuple[Cut, ...]]  # slice of a tensor, as `Layout.pieces` names it
 

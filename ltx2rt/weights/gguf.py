@@ -40,7 +40,7 @@ from ltx2rt.weights.files import (
     selected,
 )
 from ltx2rt.weights.names import official_names
-from ltx2rt.weights.packed import Fields, Packed
+from ltx2rt.weights.quant.packed import Fields, Packed
 
 F32 = np.dtype(np.float32)
 

@@ -27,8 +27,8 @@ from ltx2rt.weights.configs.keys import Keys
 from ltx2rt.weights.distilled import FULL, SCHEDULER, kind_by_name
 from ltx2rt.weights.files import SHARD_INDEX
 from ltx2rt.weights.forms import ACTIVATION_BYTES, TEXT_BYTES, largest
-from ltx2rt.weights.lora_config import ADAPTER_CONFIG
-from ltx2rt.weights.lora_config import FILES as LORA_FILES
+from ltx2rt.weights.lora.config import ADAPTER_CONFIG
+from ltx2rt.weights.lora.config import FILES as LORA_FILES
 from ltx2rt.weights.names import component_of, official_names
 from ltx2rt.weights.near import NO_DEVICE, Chooser
 from ltx2rt.weights.part_table import names_of

@@ -45,7 +45,7 @@ from ltx2rt.weights.parts import (
     words,
 )
 from ltx2rt.weights.presets import SIZES, preset
-from ltx2rt.weights.quantised import dequantised
+from ltx2rt.weights.quant.reader import dequantised
 from ltx2rt.weights.text_encoder import gemma_keys
 
 COMPLETE = {"video_vae", "audio_vae", "vocoder", "text"}
@@ -96,15 +96,15 @@ def find(path: Path, given: Given, config_from: str | Path | None, chooser: Choo
     lone transformer also the neighbouring folders, but from them only parts found once. Raises
     InputError.
     """
-    place = _place(path)
-    path = place.path
-    mains, parts = _scanned(place)
-    index = model_index(path if path.is_dir() and not place.network else path.parent)
+    spot = _spot(path)
+    path = spot.path
+    mains, parts = _scanned(spot)
+    index = model_index(path if path.is_dir() and not spot.network else path.parent)
     path = path.parent if path.name == INDEX else path
     mains, distilled = _chosen(mains, parts, chooser)
     main = mains[0] if mains and not isinstance(mains[0], Path) else None
     parts.files["upsampler"] = of_layout(parts.files["upsampler"], main is None)
-    if len(mains) > 1 and place.tree:
+    if len(mains) > 1 and spot.tree:
         candidates = ", ".join(f"{file.path} ({words(file)})" for file in mains)
         raise InputError(
             f"{path}: {len(mains)} candidates for the checkpoint: {candidates}; choose with "
@@ -115,8 +115,8 @@ def find(path: Path, given: Given, config_from: str | Path | None, chooser: Choo
         main = _completed(main, parts, config_from)
         if distilled and not isinstance(distilled, Path):
             distilled = with_config(distilled, None, main)
-        _keep_fitting(parts, Fit.of(main), bool(place.tree))
-        if not place.tree and not path.is_dir():
+        _keep_fitting(parts, Fit.of(main), bool(spot.tree))
+        if not spot.tree and not path.is_dir():
             _borrow(parts, main, given)
         sought = _sought(main, parts)
     asked = [part for part in sought if not given.get(PARTS[part].option)]
@@ -135,7 +135,7 @@ def find(path: Path, given: Given, config_from: str | Path | None, chooser: Choo
     return Found(path, main, parts, index, distilled)
 
 
-class Place(NamedTuple):
+class Spot(NamedTuple):
     """Where a path leads. tree: the folder of ComfyUI around it; network: whether the path is the
     transformer of a diffusers folder."""
 
@@ -144,20 +144,20 @@ class Place(NamedTuple):
     network: bool
 
 
-def _place(path: Path) -> Place:
+def _spot(path: Path) -> Spot:
     if not path.exists():
         raise InputError(f"{path}: no such file or folder; pass a checkpoint with --model")
     if path.is_file() and path.name != INDEX and folder_kind(path.parent) == "transformer":
         path = path.parent  # a file of a diffusers folder
     network = path.is_dir() and folder_kind(path) == "transformer"
     if path.name == INDEX or network:
-        return Place(path, None, network)
-    return Place(path, (models_folder(path) if path.is_dir() else None) or tree_around(path), False)
+        return Spot(path, None, network)
+    return Spot(path, (models_folder(path) if path.is_dir() else None) or tree_around(path), False)
 
 
-def _scanned(place: Place) -> tuple[list[Any], Parts]:
+def _scanned(spot: Spot) -> tuple[list[Any], Parts]:
     """The main files that a path names, and the parts near it."""
-    path, tree, network = place
+    path, tree, network = spot
     if path.name == INDEX or network:
         parts = scan(path.parent)
         parts.diffusers |= {"transformer": [path]} if network else {}

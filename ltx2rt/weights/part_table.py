@@ -24,7 +24,7 @@ from ltx2rt.weights.configs import (
     video_vae,
 )
 from ltx2rt.weights.configs.keys import ConfigSource, Keys
-from ltx2rt.weights.lora_keys import holds_lora
+from ltx2rt.weights.lora.keys import holds_lora
 
 CONNECTORS = (
     "model.diffusion_model.video_embeddings_connector.",

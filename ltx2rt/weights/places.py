@@ -32,10 +32,10 @@ from ltx2rt.weights.names import (
     to_official,
     unsaved,
 )
-from ltx2rt.weights.packed import Packed
 from ltx2rt.weights.part_table import PARTS, Part
 from ltx2rt.weights.parts import contents, file_kind, folder_kind, read_json
-from ltx2rt.weights.quantised import JoinedRows, RenamedSource, dequantised, renamed
+from ltx2rt.weights.quant.packed import Packed
+from ltx2rt.weights.quant.reader import JoinedRows, RenamedSource, dequantised, renamed
 from ltx2rt.weights.text_encoder import gemma_keys, lone_gemma, open_gemma
 
 ENCODED = [np.dtype(x) for x in (E4M3, E5M2, np.int8, np.uint8)]

@@ -20,7 +20,7 @@ from ltx2rt.weights.gguf import CenteredNorms, GgufFile
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION, gemma_to_canonical, llama_cpp_to_canonical
 from ltx2rt.weights.part_table import GEMMA_GGUF
 from ltx2rt.weights.parts import contents, file_kind, read_json, scan
-from ltx2rt.weights.quantised import RenamedSource, renamed
+from ltx2rt.weights.quant.reader import RenamedSource, renamed
 
 TOKENIZER, SPM_FILE = "tokenizer.json", "tokenizer.model"
 TOKENIZER_ASSET = "tokenizer_json"

@@ -32,7 +32,7 @@ from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
-from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
 from tests.backends.loops import double, one_number
 from tests.parity import ArraySource

@@ -30,7 +30,7 @@ from ltx2rt.media.output import write_clip
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.weights.files import TensorFile, open_file, write_arrays
-from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.lora.file import open_lora
 from tests.gguf_files import package, random_blocks, write_gguf
 
 COUNTS = {"headers": 500, "ggufs": 500, "loras": 300, "images": 300, "sources": 100}

@@ -19,7 +19,7 @@ from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.configs import transformer
 from ltx2rt.weights.files import TensorInfo
-from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.names import component_of
 from ltx2rt.weights.presets import preset
 

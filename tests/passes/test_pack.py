@@ -13,7 +13,7 @@ from ltx2rt.passes.pack import pack
 from ltx2rt.passes.place import place
 from ltx2rt.placement.profiles import HEADS_AND_FF
 from ltx2rt.weights.files import cut, write_arrays
-from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
 from tests.parity import ArraySource, relative_l2
 from tests.placed_cases import GUIDANCE, NAMES, Case, case, lora_arrays

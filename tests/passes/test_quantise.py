@@ -32,7 +32,7 @@ from ltx2rt.passes.quantise import quantise as quantised
 from ltx2rt.placement.cost import flops, quantised_flops, touched_bytes, weight_bytes
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
-from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.lora.file import MergedSource, open_lora
 from tests.conftest import assert_near, assert_same, refused
 from tests.parity import ArraySource, random_params, relative_l2, run_graph
 from tests.placed_cases import TEXT, Case, positions, transformer_config

@@ -9,7 +9,7 @@ from diffusers.loaders import LTX2LoraLoaderMixin
 
 from ltx2rt import cli
 from ltx2rt.weights.checkpoint import open_checkpoint
-from ltx2rt.weights.lora import MergedSource, open_lora
+from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.names import to_official
 from tests.parity import relative_l2
 from tests.reference import draw, module_of, ours, reference

@@ -22,7 +22,7 @@ from ltx2rt.train.recipe import sigma
 from ltx2rt.train.request import Data, TrainRequest
 from ltx2rt.train.run import start
 from ltx2rt.weights.files import TensorFile
-from ltx2rt.weights.lora import open_lora, reference_factors
+from ltx2rt.weights.lora.file import open_lora, reference_factors
 from ltx2rt.weights.names import to_official
 from tests.conftest import assert_same
 from tests.reference import module_of, reference

@@ -30,7 +30,7 @@ from ltx2rt.train.request import Data, TrainRequest
 from ltx2rt.train.run import start
 from ltx2rt.train.state import read_state, states
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.lora.file import open_lora
 from tests.conftest import assert_same
 from tests.train_runs import options, rows_of, run_train, samples_of, write_clips
 

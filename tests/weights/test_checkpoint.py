@@ -25,7 +25,7 @@ from ltx2rt.weights.files import (
     open_tensors,
     write_arrays,
 )
-from ltx2rt.weights.lora import check_lora, open_lora
+from ltx2rt.weights.lora.file import check_lora, open_lora
 from ltx2rt.weights.presets import preset
 from tests.conftest import refused
 from tests.gguf_files import arrays_of, linked

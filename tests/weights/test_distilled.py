@@ -21,8 +21,8 @@ from ltx2rt.session.options import NO_LORA, LoraSpec, ModelOptions
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.distilled import SCHEDULER, Sign, sign
 from ltx2rt.weights.files import TensorInfo
-from ltx2rt.weights.packed import Packed
 from ltx2rt.weights.presets import preset
+from ltx2rt.weights.quant.packed import Packed
 from tests.conftest import refused
 from tests.gguf_files import linked
 

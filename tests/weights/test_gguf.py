@@ -33,9 +33,9 @@ from ltx2rt.weights.configs.gemma3 import GGUF_TOKENS, gguf_gemma3
 from ltx2rt.weights.files import TensorFile, TensorInfo, open_file, write_arrays
 from ltx2rt.weights.gguf import BLOCKS, BY_NAME, GgufFile
 from ltx2rt.weights.inspect import format_inspection, inspect_path
-from ltx2rt.weights.lora import MergedSource, merge, open_lora
+from ltx2rt.weights.lora.file import MergedSource, merge, open_lora
 from ltx2rt.weights.names import component_of
-from ltx2rt.weights.packed import Packed
+from ltx2rt.weights.quant.packed import Packed
 from ltx2rt.weights.text_encoder import open_gemma
 from tests.conftest import assert_ran, assert_same, refused
 from tests.gguf_files import (

@@ -231,7 +231,7 @@ LOCATED = """
 import sys
 from ltx2rt.session.open import located
 from ltx2rt.session.options import ModelOptions, parse_lora
-from ltx2rt.weights.lora import open_lora
+from ltx2rt.weights.lora.file import open_lora
 
 (spec,) = located(ModelOptions("cuda", sys.argv[1], loras=(parse_lora(sys.argv[2]),)), ()).loras
 print(*(change.scale for change in open_lora(spec.path, spec.strength).changes.values()))

@@ -19,7 +19,7 @@ from ltx2rt.weights.near import models_folder, tree_around
 from ltx2rt.weights.text_encoder import open_gemma
 from tests.conftest import refused
 from tests.gguf_files import arrays_of, package, take_apart, write_gguf
-from tests.weights.test_quantised import said, stored
+from tests.weights.quant.test_reader import said, stored
 
 E4M3, BF16 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.bfloat16)
 HOME = {  # where ComfyUI keeps what, by a word in the name of a tiny file

@@ -23,7 +23,7 @@ from ltx2rt.stages.source_video import SourceVideo, usable_frames
 from ltx2rt.stages.tiling import plan_encoder_tiles
 from ltx2rt.weights import hub
 from ltx2rt.weights.checkpoint import Checkpoint
-from ltx2rt.weights.lora import reference_factors, release_of
+from ltx2rt.weights.lora.file import reference_factors, release_of
 from ltx2rt.weights.parts import only
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from ltx2rt.backend import get_backend
 from ltx2rt.graph import trace
-from ltx2rt.weights.changes import Factors
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays
-from ltx2rt.weights.lora import (
+from ltx2rt.weights.lora.changes import Factors
+from ltx2rt.weights.lora.file import (
     Merge,
     MergedSource,
     merge,

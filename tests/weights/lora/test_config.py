@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.lora_config import lora_file
+from ltx2rt.weights.lora.config import lora_file
+from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.names import to_official
 from tests.conftest import refused
 from tests.gguf_files import arrays_of

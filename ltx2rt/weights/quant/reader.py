@@ -24,7 +24,8 @@ from ltx2rt.weights.files import (
     cut,
     selected,
 )
-from ltx2rt.weights.packed import (
+from ltx2rt.weights.quant.formats import HEADER, cast, recipe, refusal
+from ltx2rt.weights.quant.packed import (
     COMPANIONS,
     DESCRIPTIONS,
     F32,
@@ -33,7 +34,6 @@ from ltx2rt.weights.packed import (
     Matrix,
     Recipe,
 )  # fmt: skip
-from ltx2rt.weights.quant_formats import HEADER, cast, recipe, refusal
 
 MARK = "scaled_fp8"
 PREFIXES = ("model.diffusion_model.", "diffusion_model.", "model.")

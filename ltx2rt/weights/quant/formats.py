@@ -50,7 +50,7 @@ from ltx2rt.graph.encodings import E4M3_FORMAT, KEPT
 from ltx2rt.graph.ir import Cut
 from ltx2rt.weights.configs.keys import parse_json
 from ltx2rt.weights.files import NOT_FINITE, TensorFile, TensorFolder
-from ltx2rt.weights.packed import (
+from ltx2rt.weights.quant.packed import (
     ADVICE,
     BNB,
     BYTES,

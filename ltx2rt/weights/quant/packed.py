@@ -1,6 +1,6 @@
 """A quantised matrix as a file stores it: its tensors, and the info of the decoded one.
 
-`quant_formats` says which formats there are, and how each is read.
+`formats` says which formats there are, and how each is read.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.lora import MergedSource, open_lora
-from ltx2rt.weights.quantised import dequantised
+from ltx2rt.weights.lora.file import MergedSource, open_lora
+from ltx2rt.weights.quant.reader import dequantised
 from tests.conftest import refused
 
 MODULE = "transformer_blocks.0.attn1.to_q"

@@ -5,8 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ltx2rt.weights import changes, lora_config, lora_keys, lora_names
-from ltx2rt.weights.lora_keys import Key, holds_lora, parse, writer
+from ltx2rt.weights.lora import changes as changes
+from ltx2rt.weights.lora import config as lora_config
+from ltx2rt.weights.lora import keys as lora_keys
+from ltx2rt.weights.lora import names as lora_names
+from ltx2rt.weights.lora.keys import Key, holds_lora, parse, writer
 
 MODULE = "transformer_blocks.0.attn1.to_q"
 ENDINGS = {
@@ -74,7 +77,7 @@ def test_the_writer_is_known_by_header_and_keys(metadata, names, expected):
 
 def test_the_checklist_of_a_format_names_the_places_that_there_are():
     """And the refusal names forms that are read."""
-    text = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+    text = (Path(__file__).parents[3] / "docs/extending.md").read_text()
     text = text.partition("## A LoRA format")[2].partition("\n## ")[0]
     places = {
         lora_keys: ("ENDINGS", "FORMS"), lora_names: ("_WORDS", "_of"), lora_config: ("read_config",),

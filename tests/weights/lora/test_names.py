@@ -2,7 +2,7 @@
 
 import pytest
 
-from ltx2rt.weights.lora_names import target
+from ltx2rt.weights.lora.names import target
 
 BLOCK = "model.diffusion_model.transformer_blocks"
 CONNECTOR = (

@@ -17,10 +17,10 @@ from ltx2rt.passes.quantise import quantise
 from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.encoded import EncodedSource
 from ltx2rt.weights.files import TensorFile, write_arrays
-from ltx2rt.weights.lora import MergedSource, merge, open_lora
+from ltx2rt.weights.lora.file import MergedSource, merge, open_lora
 from ltx2rt.weights.names import gemma_to_canonical
 from ltx2rt.weights.presets import preset
-from ltx2rt.weights.quantised import dequantised
+from ltx2rt.weights.quant.reader import dequantised
 from tests.conftest import assert_ran, refused
 from tests.gguf_files import arrays_of, linked
 from tests.stack_cases import as_bytes, blocks_graph

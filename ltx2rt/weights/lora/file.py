@@ -22,7 +22,6 @@ from ltx2rt.atomic_file import check_outputs
 from ltx2rt.errors import InputError
 from ltx2rt.graph.ir import Cut
 from ltx2rt.release import of_version, stated, version_tuple
-from ltx2rt.weights.changes import Change, Factors, LowRank, changes_of
 from ltx2rt.weights.files import (
     TensorFile,
     TensorInfo,
@@ -31,12 +30,13 @@ from ltx2rt.weights.files import (
     stored_fields,
     write_tensors,
 )
-from ltx2rt.weights.lora_config import lora_file, read_config
-from ltx2rt.weights.lora_keys import FORMS, holds_lora, parse, writer
-from ltx2rt.weights.lora_names import UNREAD, bare, part_of, target, unfused
+from ltx2rt.weights.lora.changes import Change, Factors, LowRank, changes_of
+from ltx2rt.weights.lora.config import lora_file, read_config
+from ltx2rt.weights.lora.keys import FORMS, holds_lora, parse, writer
+from ltx2rt.weights.lora.names import UNREAD, bare, part_of, target, unfused
 from ltx2rt.weights.names import collapse
-from ltx2rt.weights.packed import Fields
 from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION
+from ltx2rt.weights.quant.packed import Fields
 
 if TYPE_CHECKING:
     from ltx2rt.weights.checkpoint import Checkpoint

@@ -188,7 +188,7 @@ def changes_of(
     stated: Callable[[int], float | None],
     base_norm: bool = False,
 ) -> dict[str, Change]:
-    """The changes of a module's `weight` and `bias`. parts: its keys, by the parts of `lora_keys`.
+    """The changes of a module's `weight` and `bias`. parts: its keys, by the parts of `keys`.
     stated: the scale that the file's config gives for a rank. Raises InputError."""
     for part, key in parts.items():
         if part != "alpha" and (dtype := file.info(key).dtype) not in STORED:

@@ -1,0 +1,1 @@
+"""Weights in few bits, as files hold them."""
