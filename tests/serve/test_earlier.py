@@ -81,7 +81,7 @@ def test_every_job_of_a_stored_queue_ends(release, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(OLD is None, reason="LTX2RT_TEST_EARLIER names no checkout")
-def test_jobs_end_once_over_kills_with_an_upgrade_in_the_middle(tmp_path):
+def test_jobs_end_once_over_kills_with_an_upgrade_in_the_middle(tmp_path, request):
     """A kill of server, worker or both after every ten jobs; the first half of the kills are of the
     earlier release. Each clip is one of an undisturbed server of the release that ended it."""
     chance, logs, undisturbed = random.Random(OLD and NUM_JOBS), [], {}
@@ -92,6 +92,7 @@ def test_jobs_end_once_over_kills_with_an_upgrade_in_the_middle(tmp_path):
     def start(release, data="data"):
         more = ("--max-queue", "5000", "--distilled-lora", LORA)
         made = Server(MODEL, tmp_path / data, *more, replicas="real", env=releases[release])
+        request.addfinalizer(made.kill)  # whatever fails
         logs.append(made)
         return made
 
@@ -130,7 +131,6 @@ def test_jobs_end_once_over_kills_with_an_upgrade_in_the_middle(tmp_path):
     clips = Counter(path.name.partition(".")[0] for path in (tmp_path / "data/out").glob("*.mp4"))
     assert clips == dict.fromkeys(jobs, 1)
     print(len(jobs), "jobs,", kills, "kills,", len(logs), "servers,", ends.total(), "told")
-    server.kill()
 
 
 def completed(server, least=0):
