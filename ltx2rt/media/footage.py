@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ltx2rt.errors import InputError
 from ltx2rt.media.images import Resize
 from ltx2rt.media.mp4 import Sound, fitted_blocks
 from ltx2rt.media.sound import resampled, sound_blocks, stretched
@@ -27,8 +28,8 @@ from ltx2rt.media.video import VideoInfo, read_frames, video_info
 class Footage:
     """flag: names the file in messages. info: of the file, at its own size. resize: brings its
     pictures to another. window: the frames that are taken, None: all. tracks: of the file, which
-    the user chose. speed: at which the file is played; `info` and `window` are those of its frames
-    as played.
+    the user chose. first: the frame of the file that counts as 0; speed: at which the file is played;
+    `info` and `window` count the frames as they are played.
     """
 
     path: Path
@@ -37,6 +38,7 @@ class Footage:
     resize: Resize | None = None
     window: range | None = None
     tracks: Tracks = AUTO
+    first: int = 0
     speed: Fraction = Fraction(1)
 
     @classmethod
@@ -62,11 +64,35 @@ class Footage:
         """The file played at this speed, at its own rate: frame i is the file's floor(speed i)."""
         if speed == 1:
             return self
-        count, first_s = -(-self.info.num_frames // speed), self.info.times_s[0]
-        times_s = tuple(first_s + i / self.info.fps for i in range(count))
-        sound_s = float(self.info.sound_s / speed)
-        info = replace(self.info, num_frames=count, times_s=times_s, sound_s=sound_s)
+        count, sound_s = -(-self.info.num_frames // speed), float(self.info.sound_s / speed)
+        info = replace(self.info, num_frames=count, sound_s=sound_s)
         return replace(self, info=info, speed=speed)
+
+    def between(self, start_s: float | None, end_s: float | None) -> Footage:
+        """The part of the file between two times, None for its beginning and its end. Raises
+        InputError."""
+        frames = self.span(start_s, end_s)
+        if len(frames) == self.info.num_frames:
+            return self
+        length_s = float(len(frames) / self.info.fps)
+        sound_s = min(self.info.sound_s - frames.start / self.info.fps, length_s)
+        info = replace(self.info, num_frames=len(frames), sound_s=sound_s)
+        return replace(self, info=info, first=frames.start)
+
+    def span(self, start_s: float | None, end_s: float | None) -> range:
+        """Its frames between two times, as of `between`. Raises InputError."""
+        count, fps = self.info.num_frames, self.info.fps
+        start, stop = (
+            count if time_s is None else min(round(time_s * fps), count)
+            for time_s in (start_s or 0.0, end_s)
+        )
+        if start >= stop:
+            end_s = float(count / fps) if end_s is None else end_s
+            raise InputError(
+                f"--start-time: {start_s or 0:g} s, and the part ends at {end_s:.4g} s; "
+                f"{self.path} lasts {float(count / fps):.4g} s; start earlier, or end later"
+            )
+        return range(start, stop)
 
     def said(self) -> Iterator[str]:
         """A sentence for each thing that is read otherwise than it is."""
@@ -81,7 +107,7 @@ class Footage:
 
     def frames(self, wide: bool = False) -> Iterator[np.ndarray]:
         """As of `read_frames`, those that are taken."""
-        shown = Counter(int(i * self.speed) for i in self.taken)
+        shown = Counter(self.first + int(i * self.speed) for i in self.taken)
         stop = max(shown, default=-1) + 1
         read = read_frames(self.path, self.flag, stop, wide, self.resize, self.tracks.video)
         for number, pixels in enumerate(read):
@@ -91,7 +117,8 @@ class Footage:
     def start_s(self) -> float:
         """Time in the file of the first frame that is taken."""
         assert self.info.times_s, "a file without timestamps is refused"
-        return float(self.info.times_s[0] + self.taken.start * self.speed / self.info.fps)
+        first = self.first + self.taken.start * self.speed
+        return float(self.info.times_s[0] + first / self.info.fps)
 
     @property
     def length_s(self) -> float:

@@ -34,8 +34,11 @@ class Inpaint(Request):
     task = "Replace a region"
     example = "--video-path clip.mp4 --mask mask.png"
     distilled = "optional"
+    cuts = False
     groups = (*GIVEN_CLIP, PromptsByTime(), Mask(), NewSound(), Segments())
-    about: ClassVar = {"video_path": "clip to change; its length and rate are kept (required)"}
+    about: ClassVar = {
+        "video_path": "clip to change; its length and rate are kept (required)",
+    }
 
     mask_fill: str = flag(
         "mean",
@@ -49,8 +52,9 @@ class Inpaint(Request):
         return left + right, top + bottom
 
     def region(self, clip: Clip) -> Region:
-        taken = clip.given.taken
-        return self[Mask].region(clip.given, taken.stop, taken.start)
+        taken, whole = clip.given.taken, replace(clip.given, window=None)
+        region = self[Mask].region(clip.given, taken.stop, taken.start)
+        return replace(region, span=whole.span(self.start_time, self.end_time))
 
     # --- checks -----------------------------------------------------------------------------------
 

@@ -72,7 +72,8 @@ class Request(Absent):
     scale: width and height of the first of two stages are those of the clip divided by it, or by
     that of the upsampler if it has another; 1: there is one stage. distilled: whether a distilled
     LoRA is merged: "needed", "optional" (unless the weights are distilled) or "unused". by_weights: whether steps
-    are guided unless the weights are distilled. mirrored: as of `Inset`.
+    are guided unless the weights are distilled. mirrored: as of `Inset`. cuts: --start-time and
+    --end-time cut the given clip, and do not name a part that is made.
     """
 
     name: ClassVar[str]
@@ -85,6 +86,7 @@ class Request(Absent):
     distilled: ClassVar[str] = "unused"
     by_weights: ClassVar[bool] = False
     mirrored: ClassVar[bool] = False
+    cuts: ClassVar[bool] = True
 
     if TYPE_CHECKING:  # the fields come from the groups
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of, parse_seconds
+from ltx2rt.flags import flags_of
 from ltx2rt.media.video import VideoInfo, is_light
 from ltx2rt.models.geometry import Geometry, audio_positions, pixel_frames, video_positions
 from ltx2rt.pipelines.build import Loras, decoded, denoise_once, text
@@ -40,30 +40,17 @@ class Retake(Request):
     task = "Redo a part"
     example = "--video-path clip.mp4 --start-time 1 --end-time 2"
     distilled = "optional"
+    cuts = False
     groups = (*GIVEN_CLIP, PromptsByTime(), NewSound(), Hdr(None))
     about: ClassVar = {
         "hdr": "space of the EXR images in the folder that --video-path names, and of *%05d.exr; "
         "*.mp4 is HLG",
         "fps": "frame rate of a folder of EXR images (default: 24)",
+        "start_time": "start of the part, in seconds (required)",
+        "end_time": "end of the part, in seconds (required)",
         "video_path": "clip to regenerate a part of; its size, length and rate are kept (required)",
     }
 
-    start_time: float | None = flag(
-        None,
-        "start of the part, in seconds (required)",
-        parse_seconds,
-        also=("--start",),
-        asks="retake",
-        least=0,
-    )
-    end_time: float | None = flag(
-        None,
-        "end of the part, in seconds (required)",
-        parse_seconds,
-        also=("--end",),
-        asks="retake",
-        least=0,
-    )
     keep: str | None = flag(
         None, "keep all of the video or of the sound (default: remake both)", choices=MODALITIES
     )

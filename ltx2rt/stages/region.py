@@ -39,7 +39,8 @@ class Region:
     added left, above, right and below. box: a rectangle of white: left, top, width and
     height in pixels of the file. resize: what brings a mask of the file's size to the clip's.
     start: the first frame of a part of the clip, up to `num_frames`. speed: of the clip's
-    `Footage`, and of a video's.
+    `Footage`, and of a video's. span: the frames of the clip of which a part
+    is made, None: all.
     """
 
     path: Path | None
@@ -51,6 +52,7 @@ class Region:
     resize: Resize | None = None
     start: int = 0
     speed: Fraction = Fraction(1)
+    span: range | None = None
 
     def check(self) -> None:
         """Refuse a mask that is not of the clip's size, or shorter. Raises InputError."""
@@ -68,7 +70,11 @@ class Region:
         return Footage.read(self.path, FLAG, ceil(self.num_frames * self.speed)).retimed(self.speed)
 
     def _drawn(self) -> Iterator[np.ndarray]:
-        """bool[H, W] of the mask for each frame: white, and grown."""
+        """bool[H, W] of the mask for each frame: white, and grown; nothing outside the span."""
+        for number, drawn in enumerate(self._painted(), self.start):
+            yield drawn if self.span is None or number in self.span else np.zeros_like(drawn)
+
+    def _painted(self) -> Iterator[np.ndarray]:
         if self.path and not readable(self.path):
             yield from map(self._grown, self._video.part(self.start, self.num_frames).frames())
             return

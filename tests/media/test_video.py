@@ -213,6 +213,26 @@ def test_a_file_at_another_speed_has_its_frames_in_time_and_its_pitch(tmp_path, 
     assert "sound keeps its pitch" in " ".join(clip.said())
 
 
+def test_a_part_of_a_file_has_its_frames_and_its_sound(tmp_path):
+    for i in range(48):
+        Image.new("RGB", (16, 16), (5 * i,) * 3).save(tmp_path / f"{i:02d}.png")
+    ramp = np.linspace(0, 0.5, 96000, dtype=np.float32)
+    write_wav(tmp_path / "sound.wav", np.stack([ramp, ramp]), 48000)
+    clip = Footage.read(tmp_path, FLAG)
+    part = clip.between(0.5, 1.5)
+    assert [int(x[8, 8, 0]) // 5 for x in part.frames()] == [*range(12, 36)]
+    assert [int(x[8, 8, 0]) // 5 for x in part.part(4, 8).frames()] == [16, 17, 18, 19]
+    # 16 bits
+    np.testing.assert_allclose(part.sound(48000).part(0, 10**6)[0], ramp[24000:72000], atol=2**-15)
+    fast = part.retimed(Fraction(2))
+    assert [int(x[8, 8, 0]) // 5 for x in fast.frames()] == [*range(12, 36, 2)]
+    assert clip.between(None, None) is clip and clip.between(0, 9) is clip
+    assert len(clip.between(None, 0.5).taken) == 12 and len(clip.between(1.75, None).taken) == 6
+    for start, end in ((2, None), (1, 1), (1.5, 0.5)):
+        with refused("--start-time: .* start earlier, or end later"):
+            clip.between(start, end)
+
+
 def test_a_picture_that_ends_before_its_sound_by_an_edit_list_is_whole(tmp_path):
     """QuickTime's trim: the index lists 10 of 17 frames, the sound goes on."""
     path = tmp_path / "a.mov"

@@ -1,5 +1,6 @@
 """inpaint: cells and pixels by their definition, every step over diffusers, kept pixels outside."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -9,11 +10,11 @@ from PIL import Image
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import Geometry, pack_audio, pack_video
-from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines import chosen, make_request
 from ltx2rt.run.plan import make_plan
 from ltx2rt.stages.region import FADE_PX, Region, near
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, shifted_sigmas
-from tests.conftest import denoised
+from tests.conftest import denoised, refused
 from tests.pipelines.test_ic_lora import movie, save
 from tests.pipelines.test_retake import write
 from tests.reference import assert_stage, positions_of, stored_module
@@ -203,3 +204,17 @@ def test_a_silent_clip_gets_sound_on_demand(sessions, tmp_path, sound, made):
     plan = make_plan(sessions["cuda"], make_request("inpaint", **given))
     names = [stage.name for stage in plan.stages]
     assert names == ["source video", "text", "stage1", *made, "decode", "compose"]
+
+
+def test_a_rectangle_is_made_for_a_part_of_the_time(sessions, clip):
+    """Of 17 frames at 24 fps those from 8 to 11, which are of the second latent."""
+    given = {"prompt": "x", "video_path": clip, "mask_box": (0, 0, 16, 16), "mask_grow": 0}
+    assert chosen(given.keys() | {"start_time", "end_time"})[0] == "inpaint"
+    request = make_request("inpaint", start_time=8 / 24, end_time=12 / 24, **given)
+    made = make_plan(sessions["cuda"], request).clip
+    assert [mask.any() for mask in made.request.region(made).masks()] == [
+        8 <= number < 12 for number in range(17)
+    ]
+    assert made.cells.any((1, 2)).tolist() == [False, True, True]
+    with refused("--start-time: 9 s"):
+        make_plan(sessions["cuda"], replace(request, start_time=9.0, end_time=None))

@@ -38,7 +38,7 @@ def refused(name: str, command: str, says: str) -> Row:
 ROWS = [
     works("text, one second", f"{NEW} --seconds 1", "1 s: 25 frames, 1.04 s"),
     works("a portrait photo decides the size", f"{QUICK} --width 192 --steps 1 --num-frames 9 --image photo.jpg",
-        check=partial(made, width=192, height=256, frames=9)),
+        check=partial(made, width=192, height=224, frames=9)),
     works("a song decides the length", f"{NEW} --audio song.wav", "pipeline a2v, because of --audio-path",
         check=partial(made, frames=17)),
     works("a song and its seconds", f"{NEW} --audio song.wav --seconds 1", check=partial(made, frames=17)),

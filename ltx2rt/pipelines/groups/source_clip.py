@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flag, flag_like
+from ltx2rt.flags import flag, flag_like, parse_seconds
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.images import FITS, Resize
 from ltx2rt.media.streams import AUTO, Tracks
@@ -81,6 +81,25 @@ class SourceClip(Duration):
         least=0.1,
         most=10,
     )
+    start_time: float | None = flag(
+        None,
+        "start of the part of the file that is used, of inpaint that is changed, in seconds (default: "
+        "its beginning)",
+        parse_seconds,
+        also=("--start",),
+        group="conditioning",
+        asks="retake",
+        least=0,
+    )
+    end_time: float | None = flag(
+        None,
+        "end of that part, in seconds (default: the file's)",
+        parse_seconds,
+        also=("--end",),
+        group="conditioning",
+        asks="retake",
+        least=0,
+    )
     num_frames: int = of_the_file(Length, "num_frames")
     seconds: float | None = of_the_file(Length, "seconds")
     fps: Fraction | None = flag_like(Length, "fps", None, help=SUPPRESS, marks="command")
@@ -89,21 +108,22 @@ class SourceClip(Duration):
     def length(self, request: Request) -> tuple[int | None, Fraction] | None:
         if self.given is None or not self.given.exists():
             return None, self.fps or parse_fps(24)
-        info = self._footage().info
+        info = self._footage(request).info
         return info.num_frames, info.fps
 
-    def _footage(self) -> Footage:
+    def _footage(self, request: Request) -> Footage:
         """The file as it is played, which is read whole."""
         source = read_clip(self.path, self.spelled, self.tracks)
         if self.fps:
             times_s = tuple(i / self.fps for i in range(source.info.num_frames))
             source = replace(source, info=replace(source.info, fps=self.fps, times_s=times_s))
+        source = source.between(self.start_time, self.end_time) if request.cuts else source
         return source.retimed(Fraction(self.speed).limit_denominator(1000))
 
     def into(self, draft: Draft, model: ModelConfig) -> None:
         """Fill size, length and rate by the file, which is read whole, once, with a border."""
         columns, rows = draft.request.border
-        source = draft.request[FileSize].sized(self._footage(), (columns, rows))
+        source = draft.request[FileSize].sized(self._footage(draft.request), (columns, rows))
         draft.source = source
         (width, height), info = source.size, source.info
         draft.fill(num_frames=info.num_frames, fps=info.fps)
@@ -129,6 +149,10 @@ class SourceClip(Duration):
                 f"{clip.width}x{clip.height}, {clip.num_frames} frames: made as "
                 f"{width}x{height}, {frames}, given back as it was"
             )
+        if clip.request.cuts and (self.start_time, self.end_time) != (None, None):
+            first, count = source.first, source.info.num_frames * source.speed
+            start_s, end_s = (float(n / source.info.fps) for n in (first, first + count))
+            yield f"{self.path}: {start_s:.4g} to {end_s:.4g} s of it are used"
         yield from (f"{self.path}: {sentence}" for sentence in source.said())
         over = source.info.sound_s - float(source.info.num_frames / source.info.fps)
         if over > 0.5:  # more than a codec adds
