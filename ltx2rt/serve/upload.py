@@ -139,7 +139,7 @@ def _size_px(path: Path) -> tuple[int, int]:
             f"over {2 * MAX_PX} pixels, expected at most {MAX_PX} in all; make it smaller"
         ) from None
     except Exception:  # Pillow's readers raise whatever a damaged file makes them stumble over
-        raise ValueError("it is no readable image; save it as PNG or JPEG") from None
+        raise ValueError("it is no readable image; save it as PNG, JPEG or EXR") from None
 
 
 def read_media(kind: str, path: Path) -> None:

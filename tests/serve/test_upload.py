@@ -33,7 +33,7 @@ def png_of(side):
 
 
 NOISE = Image.effect_noise((300, 200), 50).convert("RGB")
-NO_FILE = "it is no readable image; save it as PNG or JPEG"
+NO_FILE = "it is no readable image; save it as PNG, JPEG or EXR"
 
 
 @pytest.mark.parametrize("data, words", [
@@ -186,7 +186,7 @@ def test_the_server_takes_what_the_command_line_reads(kind, name, codec, sound, 
     (VIDEO, b"PK\x03\x04" + bytes(400), "it is no readable video (Invalid data"),
     (SOUND, b"PK\x03\x04" + bytes(400), "it is no readable sound (Invalid data"),
     (SOUND, as_container("mp4", "libx264", ""), "holds no sound; send another file"),
-    (IMAGE, b"\0\0\x01\0" + bytes(40), "it is no readable image; save it as PNG or JPEG"),
+    (IMAGE, b"\0\0\x01\0" + bytes(40), "it is no readable image; save it as PNG, JPEG or EXR"),
 ])  # fmt: skip
 def test_a_refusal_says_what_to_send(kind, data, words):
     with pytest.raises(Refusal) as refused:
