@@ -50,6 +50,7 @@ from ltx2rt.pipelines.groups.size import Length, Pixels
 from ltx2rt.pipelines.groups.text import Prompt
 from ltx2rt.pipelines.recipes import PRESETS, drafted, recipe
 from ltx2rt.pipelines.request import Request, wanted_kind
+from ltx2rt.placement.mesh import in_words
 from ltx2rt.run import history
 from ltx2rt.run.files import Files
 from ltx2rt.run.plan import Plan, enhanced_prompt, prepared, resolved_stages, to_enhance
@@ -147,6 +148,8 @@ def _announce(session: Session, plan: Plan, remarks: Sequence[str]) -> None:
     lines = [f"seed {plan.clip.seeds[0]}; {session.dtype}{weights} on {backend.device().name}"]
     if options.attention != "auto":
         lines[0] += f", attention by {options.attention}"
+    if (devices := prod(backend.mesh.values())) > 1:
+        lines[0] += f"; {devices} devices, --mesh {in_words(backend.mesh, ',')}"
     if backend.num_processes > 1:
         lines[0] += f", {backend.num_processes} processes"
     if options.device == "auto" and backend.device_kind == "cpu":

@@ -67,6 +67,7 @@ def test_videos_and_their_sound_spread_over_ranks_equal_each_alone(
     generate_on_ranks, model, images, alone
 ):
     found = generate_on_ranks(2, model, *FLAGS, "--image", f"{images[0]}:0:0.8", "--mesh", "data=2")
+    assert "on CPU; 2 devices, --mesh data=2, 2 processes" in found.stderr
     assert_equals(found, alone)
     for clip in found.folder.glob("*.mp4"):
         with av.open(str(clip)) as container:
