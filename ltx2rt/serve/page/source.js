@@ -52,7 +52,7 @@ function looked(kind, url, about) {
   });
   player.addEventListener("error", () => { player.hidden = true; about.textContent += " (this browser cannot show it; the server may still read it)"; });
   if (field("mask_box")) return rectangle(player);
-  if (field("start_time") && field("end_time")) return handles(player);
+  if (field("start_time")?.closest("#front")) return handles(player); // else they cut the clip, if they are typed
   player.controls = true;
   return [player];
 }
