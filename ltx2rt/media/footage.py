@@ -83,7 +83,7 @@ class Footage:
         """Its frames between two times, as of `between`. Raises InputError."""
         count, fps = self.info.num_frames, self.info.fps
         start, stop = (
-            count if time_s is None else min(round(time_s * fps), count)
+            count if time_s is None else round(min(time_s * fps, count))
             for time_s in (start_s or 0.0, end_s)
         )
         if start >= stop:

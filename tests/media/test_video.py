@@ -226,7 +226,7 @@ def test_a_part_of_a_file_has_its_frames_and_its_sound(tmp_path):
     np.testing.assert_allclose(part.sound(48000).part(0, 10**6)[0], ramp[24000:72000], atol=2**-15)
     fast = part.retimed(Fraction(2))
     assert [int(x[8, 8, 0]) // 5 for x in fast.frames()] == [*range(12, 36, 2)]
-    assert clip.between(None, None) is clip and clip.between(0, 9) is clip
+    assert clip.between(None, None) is clip and clip.between(0, 1e308) is clip
     assert len(clip.between(None, 0.5).taken) == 12 and len(clip.between(1.75, None).taken) == 6
     for start, end in ((2, None), (1, 1), (1.5, 0.5)):
         with refused("--start-time: .* start earlier, or end later"):

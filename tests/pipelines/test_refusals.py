@@ -210,7 +210,9 @@ REFUSED = {
     },
     "one-stage": {
         ONE + "--sigmas 0.5,1": "expected levels that fall from at most 1",
-        ONE + "--sigmas stage3=1": "expected levels that fall from at most 1",
+        ONE + "--sigmas stage3=1": "expected levels from 1 to 0",
+        ONE + "--sigmas 1 0.5 0.7": "expected levels that fall from at most 1",
+        ONE + "--sigmas 0": "expected levels that fall from at most 1",
         ONE + "--sigmas 1,0.5 stage2=0.4": "the one-stage pipeline has one stage",
         ONE + "--sigmas 1,0.5": "--steps: 1, but --sigmas has 2 levels",
         ONE + "--sigmas 1 shift=2": "stage1 and shift are both of one stage",

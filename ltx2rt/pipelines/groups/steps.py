@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -59,16 +58,15 @@ class Steps(Group):
             draft.fill(steps=model.release.steps)
 
 
-def parse_sigmas(text: str) -> str:
-    """`NAME=NUMBERS` of a stage's noise levels or of the shift. Raises ValueError."""
-    name, equals, numbers = text.rpartition("=")
+def parse_sigmas(given: str | float) -> str:
+    """`NAME=NUMBERS` of a stage's noise levels, which several may give, or of the shift. Raises
+    ValueError."""
+    name, equals, numbers = str(given).rpartition("=")
     name, found = name if equals else "stage1", [float(x) for x in numbers.split(",")]
     if name == "shift":
         fits = len(found) == 1 and abs(found[0]) <= 20
     else:
-        found = found[: -1 if found[-1] == 0 else None]
-        falls = all(a > b for a, b in pairwise([*found, 0]))
-        fits = name in ("stage1", "stage2") and bool(found) and found[0] <= 1 and falls
+        fits = name in ("stage1", "stage2") and all(0 <= x <= 1 for x in found)
     if not fits or len(found) > MAX_STEPS:
         raise ValueError
     return f"{name}={','.join(map(repr, found))}"
@@ -76,11 +74,12 @@ def parse_sigmas(text: str) -> str:
 
 def levels(request: Request, stage: str) -> np.ndarray | None:
     """f32[steps + 1], the noise levels that --sigmas gives a stage, the last 0; None without."""
-    given = dict(text.split("=") for text in request.sigmas)
-    if stage in given:
-        return np.array([*map(float, given[stage].split(",")), 0], np.float32)
-    if stage == "stage1" and "shift" in given:
-        return shifted_sigmas(request[Steps].steps or 1, shift=float(given["shift"]))
+    given = [text.split("=") for text in request.sigmas]
+    if own := [float(x) for name, texts in given if name == stage for x in texts.split(",")]:
+        return np.array(own if own[-1] == 0 else [*own, 0], np.float32)
+    shift = [float(number) for name, number in given if name == "shift"]
+    if stage == "stage1" and shift:
+        return shifted_sigmas(request[Steps].steps or 1, shift=shift[0])
     return None
 
 
@@ -95,16 +94,22 @@ class Sigmas(Group):
         parse_sigmas,
         metavar="[STAGE=]LEVELS",
         repeat=True,
-        expects="levels that fall from at most 1, [stage1=]1,0.9,0.4 or stage2=0.9,0.4, or shift=MU "
-        "of -20 to 20",
+        expects="levels from 1 to 0, [stage1=]1,0.9,0.4 or stage2=0.9,0.4, or shift=MU of -20 to 20",
     )
 
     def check(self, request: Request) -> None:
         names = [text.partition("=")[0] for text in self.sigmas]
-        if len({"stage1" if name == "shift" else name for name in names}) < len(names):
+        if names.count("shift") > 1 or {"stage1", "shift"} <= {*names}:
             raise InputError(
                 f"--sigmas: {' and '.join(names)} are both of one stage; leave one of the two out"
             )
+        for name in {*names} - {"shift"}:
+            own = levels(request, name)
+            if own is None or len(own) < 2 or not (np.diff(own) < 0).all():
+                raise InputError(
+                    f"--sigmas: {name} has {' '.join(self.sigmas)}, expected levels that fall from "
+                    "at most 1, such as 1,0.9,0.4"
+                )
         if "stage2" in names and request.scale == 1:
             raise InputError(f"--sigmas: stage2, but the {request.name} pipeline has one stage")
 

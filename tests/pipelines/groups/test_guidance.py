@@ -136,6 +136,8 @@ def test_noise_levels_of_each_stage_are_those_that_are_given(sessions):
     own = stages(sigmas=("1,0.8,0.3,0", "stage2=0.5"))
     np.testing.assert_array_equal(own["stage1"].sigmas, np.array([1, 0.8, 0.3, 0], np.float32))
     np.testing.assert_array_equal(own["stage2"].sigmas, np.array([0.5, 0], np.float32))
+    one_by_one = stages(sigmas=[1, 0.8, 0.3, "stage2=0.5"])
+    np.testing.assert_array_equal(one_by_one["stage1"].sigmas, own["stage1"].sigmas)
     usual, shifted = stages(steps=5), stages(steps=5, sigmas=("shift=2.05",))
     np.testing.assert_array_equal(usual["stage1"].sigmas, shifted["stage1"].sigmas)
     less = stages(steps=5, sigmas=("shift=1",))["stage1"].sigmas
