@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
+import pytest
 
 from ltx2rt.config import ConnectorConfig, Gemma4Config, GemmaConfig, TextConfig, TransformerConfig
 from ltx2rt.graph import Graph
@@ -176,6 +177,11 @@ def text(generation: str, dtype: str) -> Case:
 
 BUILDERS = {"guided": guided, "forward": forward, "text": text}
 MASKED = "masked-2.3"
+STEPS = (
+    pytest.param("forward-2.0", marks=pytest.mark.long),
+    *("forward-2.3", "guided-2.3", "masked-2.3", "guided-2.5"),
+)
+TWO_AXES = pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.long)
 NAMES = (
     *(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")),
     *("guided-2.5", "text-2.5"),

@@ -12,7 +12,7 @@ from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.interleave import SAMPLES, TOKENS, interleave
 from ltx2rt.passes.rotate import rotate
-from tests.placed_cases import case
+from tests.placed_cases import STEPS, TWO_AXES, case
 
 CLOSE = 2e-6  # float32: products of other shapes, by any BLAS
 LEAST = 1100  # bytes: the exchanges of halves but those of norms and what is gathered
@@ -128,19 +128,10 @@ def test_blocks_without_exchange_or_whose_nodes_pick_samples_stay(name, devices)
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"tensor": 2}, pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.long)],
+    [{"tensor": 2}, TWO_AXES],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("forward-2.0", marks=pytest.mark.long),
-        "forward-2.3",
-        "guided-2.3",
-        "masked-2.3",
-        "guided-2.5",
-    ],
-)
+@pytest.mark.parametrize("name", STEPS)
 def test_halves_of_the_tokens_have_the_same_values(name, mesh):
     """Images, prefixes, masks and STG; other devices' tokens stay whole."""
     one = case(name)

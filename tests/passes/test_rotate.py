@@ -12,26 +12,17 @@ from ltx2rt.graph.ops import OPS
 from ltx2rt.passes.fuse import fuse
 from ltx2rt.passes.rotate import rotate
 from tests.parity import ArraySource, relative_l2
-from tests.placed_cases import case
+from tests.placed_cases import STEPS, TWO_AXES, case
 
 CLOSE = 1e-6  # float32: products of samples that lie otherwise in memory, and fewer roundings
 
 
 @pytest.mark.parametrize(
     "mesh",
-    [{}, {"tensor": 2}, pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.long)],
+    [{}, {"tensor": 2}, TWO_AXES],
     ids=str,
 )
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("forward-2.0", marks=pytest.mark.long),
-        "forward-2.3",
-        "guided-2.3",
-        "masked-2.3",
-        "guided-2.5",
-    ],
-)
+@pytest.mark.parametrize("name", STEPS)
 def test_values_are_the_same(monkeypatch, name, mesh):
     """Bit by bit, expanded samples copied: numpy multiplies views otherwise."""
     expand = OPS["expand"]
