@@ -272,10 +272,11 @@ def test_a_check_tells_what_would_be_made_and_when(server):
 
 
 def test_a_clip_is_kept_for_its_time_unless_it_is_pinned(start):
-    server = start("--keep", "1")
-    pinned, other = server.made("1:0"), server.made("1:0")
+    server = start("--keep", "4")  # seconds: longer than a busy machine takes to pin
+    pinned = server.made("1:0")
     kept = server.http.post(f"/v1/videos/{pinned}/pin").json()
     assert kept["x"]["pinned"] and kept["x"]["kept_until"] is None
+    other = server.made("1:0")
     wait_for(lambda: server.content(other).status_code == 410)
     assert server.content(pinned).status_code == 200
     freed = server.http.request("DELETE", f"/v1/videos/{pinned}/pin").json()
