@@ -117,10 +117,11 @@ def datasheet_step(
 
     shown, heard = (mode.reference and n in mode.streams for n in ("video", "audio"))
     reference = (geometry(bucket.reference(*scales)), *scales) if shown else None
+    own = geometry(bucket)
     return Step(
-        session, geometry(bucket), mode.streams, given["batch"],
+        session, own, mode.streams, given["batch"],
         given["targets"] or mode.targets, given["rank"], remat=given["remat"],
-        ema=given["ema"] is not None, reference=reference, heard=bool(heard),
+        ema=given["ema"] is not None, reference=reference, heard=own.audio_latents if heard else 0,
     )  # fmt: skip
 
 

@@ -47,8 +47,9 @@ class LatentSound(Conditioning):
 class SoundReference(Conditioning):
     """A file's sound. flag: that names it; clip: the stage's geometry.
 
-    before: its tokens are before the clip, up to MAX_S of them; else each has its time in the file,
-    up to the clip's end. strength: 1 keeps them exactly. silent: a silent file is taken as well.
+    before: its tokens are before the clip; else each has its time in the file, also beyond the
+    clip's end. strength: 1 keeps them exactly. silent: a silent file is taken as well. The file is
+    used from start_s on, at most most_s of it.
     """
 
     kind: ClassVar[str] = "sound"
@@ -58,19 +59,19 @@ class SoundReference(Conditioning):
     before: bool = False
     strength: float = 1.0
     silent: bool = False
+    start_s: float = 0.0
+    most_s: float = MAX_S
 
     @cached_property
-    def _sound(self) -> tuple[np.ndarray, int, list[str]]:
+    def sound(self) -> tuple[np.ndarray, int, list[str]]:
         """f32[2, N], the rate in Hz, and sentences about omitted parts. Raises InputError."""
         g, said = self.clip, []
-        latent_s = g.audio_time_factor * g.mel_hop / g.mel_sample_rate
-        most_s = MAX_S if self.before else g.audio_latents * latent_s
         how = {"on_time": not self.before, "say": said.append}
         with concerning(self.flag):
-            found, rate = read_sound(self.path, 0.0, most_s + 1.0, **how)
-        if found.shape[1] > (size := round(most_s * rate)):
-            limit = "the longest reference" if self.before else "as long as the clip"
-            said.append(f"{self.path}: its first {most_s:.4g} s are used, {limit}")
+            found, rate = read_sound(self.path, self.start_s, self.most_s + 1.0, **how)
+        if found.shape[1] > (size := round(self.most_s * rate)):
+            if self.most_s == MAX_S:
+                said.append(f"{self.path}: its first {MAX_S:g} s are used, the longest reference")
             found = found[:, :size]
         if len(found) == 1:
             said.append(f"{self.path}: its one channel is taken as left and right")
@@ -90,27 +91,31 @@ class SoundReference(Conditioning):
     @property
     def geometry(self) -> Geometry:
         """The clip's geometry, with the audio latents of the file's sound."""
-        g, (waveform, rate, _) = self.clip, self._sound
+        g, (waveform, rate, _) = self.clip, self.sound
         mel_frames = -(-waveform.shape[1] * g.mel_sample_rate // rate) // g.mel_hop + 1
-        latents = -(-mel_frames // g.audio_time_factor)
-        return replace(g, audio_latents=latents if self.before else min(latents, g.audio_latents))
+        return replace(g, audio_latents=-(-mel_frames // g.audio_time_factor))
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("audio-encoder", self.geometry.mel_shape(model.audio_vae))
 
     def check(self, session: Session) -> list[str]:
-        return self._sound[2]
+        return self.sound[2]
 
     def blank(self) -> Tokens:
         return self._tokens(np.zeros(self.geometry.audio_shape, np.float32))
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
-        (call,) = self.needs(session.config)
-        waveform, rate, _ = self._sound
-        latent = encode_sound(session, call, waveform[None], rate)
-        finite(self.flag, latents=latent)
+        latent = self.latents(session)
         state.put("reference.audio", latent)
         return self._tokens(latent)
+
+    def latents(self, session: Session) -> np.ndarray:
+        """f32[1, 8, n, 16], normalised."""
+        (call,) = self.needs(session.config)
+        waveform, rate, _ = self.sound
+        latent = encode_sound(session, call, waveform[None], rate)
+        finite(self.flag, latents=latent)
+        return latent
 
     def _tokens(self, latent: np.ndarray) -> Tokens:
         return beside(latent, self.geometry, self.before, self.strength)

@@ -95,12 +95,12 @@ def latents_of(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, 
     if clip.mask is not None:
         last = footage_of(clip.mask, job.name).info.num_frames - 1  # a still covers the whole clip
         found["mask"] = _mask(piece(clip.mask, g, tuple(min(i, last) for i in job.frames)))
-    sounds = {"audio": job.sound, "audio_reference": clip.audio_reference}
-    for name, path in sounds.items():
-        if job.sound and path is not None:
-            state = State()
-            SourceSound(path, g, job.start_s, fit="pad", sound=False).run(session, state, watch)
-            found[name] = state.source["audio"][0]
+    if job.sound:
+        state = State()
+        SourceSound(job.sound, g, job.start_s, fit="pad", sound=False).run(session, state, watch)
+        found["audio"] = state.source["audio"][0]
+    if reference := job.followed(session.config):
+        found["audio_reference"] = reference.latents(session)[0]
     if job.sound and clip.audio_mask is not None:
         level = np.abs(read_sound(clip.audio_mask, job.start_s, job.length_s)[0]).max(0)
         edges = np.linspace(0, len(level), g.audio_latents + 1).astype(int)

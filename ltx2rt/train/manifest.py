@@ -76,6 +76,13 @@ def whole(path: Path) -> bool:
         return False
 
 
+def heard_latents(cache: Path, sample: Sample) -> int:
+    """How many latents the sound of a sample's reference has; 0 without one."""
+    if (name := "audio_reference") not in sample.streams:
+        return 0
+    return TensorFile(sample_path(cache, sample.sample)).info(name).shape[1]
+
+
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
     """float32."""
     file = TensorFile(path)

@@ -24,6 +24,7 @@ from ltx2rt.media.video import VideoInfo, is_animated
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.stages.noise import uniform
+from ltx2rt.stages.sound_reference import MAX_S, SoundReference
 from ltx2rt.stages.tokenizer import count_tokens
 from ltx2rt.train.data import IMAGES, Bucket, CaptionedClip, bucket_of
 from ltx2rt.train.manifest import file_facts
@@ -41,7 +42,8 @@ class ClipPiece:
     """A future sample. fps: after resampling; frames: the file's frames that it keeps; start: its
     first one, counted at `fps`. place: shares of the cropped pixels that are left and above. cut:
     cropped share of the picture. reference: size of the same frames of the reference's file.
-    tiling: of the encoder, `plan_encoder_tiles`. caption: with the trigger."""
+    tiling: of the encoder, `plan_encoder_tiles`. caption: with the trigger. followed_s: the most
+    seconds of a reference's sound."""
 
     name: str
     clip: CaptionedClip
@@ -56,6 +58,7 @@ class ClipPiece:
     reference: Bucket | None = None
     stride: int = 1
     tiling: str = "off"
+    followed_s: float = MAX_S
 
     def geometry(self, config: ModelConfig, size: Bucket | None = None) -> Geometry:
         size = size or self.bucket
@@ -80,11 +83,19 @@ class ClipPiece:
         }  # fmt: skip
         return tuple(name for name, there in has.items() if there)
 
+    def followed(self, config: ModelConfig) -> SoundReference | None:
+        """The sound of the reference from the piece's start on, at its full length."""
+        if not (path := self.sound and self.clip.audio_reference):
+            return None
+        how = {"silent": True, "start_s": self.start_s, "most_s": self.followed_s}
+        return SoundReference(path, self.geometry(config), self.name, **how)
+
     def made_from(self) -> list[Any]:
         """Everything that its latents depend on, except the model."""
         facts = (self.bucket, self.fps, self.frames, self.place, self.reference, self.stride)
         files = file_facts({self.sound, *self.clip.files})
-        return [files, self.sound is not None, *map(str, (*facts, self.tiling, SCALING))]
+        followed = [self.followed_s] if self.clip.audio_reference else []
+        return [files, self.sound is not None, *map(str, (*facts, self.tiling, SCALING, *followed))]
 
 
 @dataclass(frozen=True)
@@ -211,8 +222,9 @@ def _pieces(
         frames = facts.nearest([i / fps for i in range(start, start + bucket.frames)])
         name = f"{clip.name}#{number}" if len(starts) > 1 else clip.name
         piece = ClipPiece(
-            name, clip, bucket, fps, sound, caption, start, frames, place, cut, tiling=tiling
-        )
+            name, clip, bucket, fps, sound, caption, start, frames, place, cut, tiling=tiling,
+            followed_s=MAX_S if request.clips == "first" else float(bucket.frames / fps),
+        )  # fmt: skip
         yield _with_reference(piece, request, aspects[0]) if clip.reference else piece
 
 
@@ -266,9 +278,12 @@ def _check(
             f"its caption has {count} tokens, the model reads {PROMPT_TOKENS}; shorten it"
         )
     clip = piece.clip
-    for path in {piece.sound, clip.audio_reference, clip.audio_mask} - {None}:
+    for path in {piece.sound, clip.audio_mask} - {None}:
         assert path is not None
         read_sound(path, piece.start_s, piece.length_s, say=say)
+    if reference := piece.followed(config):
+        for sentence in reference.sound[2]:
+            say(sentence)
     if clip.mask:
         facts_of(clip.mask, piece.name)
     piece.geometry(config)

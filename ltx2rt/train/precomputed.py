@@ -141,7 +141,7 @@ def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarra
     if sound is not None:
         found["audio"] = _fitted(sound, count, clip.audio)
         if path := clip.audio_reference:
-            found["audio_reference"] = _fitted(_sound(path, config), count, path)
+            found["audio_reference"] = _sound(path, config)
         if path := clip.audio_mask:
             given = _entry(path, read_pt(path), "mask").reshape(1, -1, 1)
             found["audio_mask"] = _fitted(given, count, path).reshape(-1)

@@ -13,7 +13,7 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.stages.noise import uniform
-from ltx2rt.train.manifest import SCALES, Sample, read_manifest, require_same
+from ltx2rt.train.manifest import SCALES, Sample, heard_latents, read_manifest, require_same
 from ltx2rt.train.recipe import GROUPS, MODES, STREAM_OF, reached
 from ltx2rt.train.request import TrainRequest
 
@@ -21,26 +21,28 @@ from ltx2rt.train.request import TrainRequest
 @dataclass(frozen=True)
 class Kind:
     """Samples that one graph trains on. reference: latent frames, rows and columns of it, None:
-    none; heard: whether a sound is a reference."""
+    none; heard: latents of a sound that is a reference."""
 
     bucket: str
     fps: str
     reference: tuple[int, int, int] | None = None
-    heard: bool = False
+    heard: int = 0
 
     @property
     def plain(self) -> Kind:
-        return replace(self, reference=None, heard=False)
+        return replace(self, reference=None, heard=0)
 
 
 @dataclass(frozen=True)
 class Item:
-    """A sample with the cache that it is in. empty: the context of no caption there."""
+    """A sample with the cache that it is in. empty: the context of no caption there. heard: as of
+    `Kind`."""
 
     sample: Sample
     cache: Path
     weight: float
     empty: str
+    heard: int
 
 
 class Samples:
@@ -59,7 +61,10 @@ class Samples:
         for data in r.data:
             head, samples = read_manifest(data.cache, base)
             self.heads.append(head)
-            read += [Item(sample, data.cache, data.weight, head["empty"]) for sample in samples]
+            read += [
+                Item(s, data.cache, data.weight, head["empty"], heard_latents(data.cache, s))
+                for s in samples
+            ]
         self.streams, self.trained = self.mode.streams, self.mode.trained
         self.targets = r.targets
         self._choose_streams()
@@ -87,8 +92,7 @@ class Samples:
         if not self.request.reference:
             return Kind(s.bucket, s.fps)
         reference = s.reference if "video" in self.streams else None
-        heard = "audio_reference" in s.streams and "audio" in self.streams
-        return Kind(s.bucket, s.fps, reference, heard)
+        return Kind(s.bucket, s.fps, reference, item.heard if "audio" in self.streams else 0)
 
     def _choose_streams(self) -> None:
         """Apply `--streams`."""

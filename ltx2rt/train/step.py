@@ -34,8 +34,9 @@ class Step:
     """batch: samples of one device of the mesh axis `data`. streams: the present ones; targets:
     groups of linears. scale: of the adapters, alpha / rank. remat: of `backend.REMAT`. audio_rank:
     of the sound's linears, None: rank. ema: an average is kept. reference: its geometry, how much
-    smaller it is and how many times fewer frames it has; its tokens follow the clip's. heard: a
-    sound is a reference as well, at the clip's times. dropout: its rate is an input."""
+    smaller it is and how many times fewer frames it has; its tokens follow the clip's. heard:
+    latents of a sound that is a reference as well, from the clip's start on. dropout: its rate is
+    an input."""
 
     session: Session
     geometry: Geometry
@@ -48,7 +49,7 @@ class Step:
     audio_rank: int | None = None
     ema: bool = False
     reference: tuple[Geometry, int, int] | None = None
-    heard: bool = False
+    heard: int = 0
     dropout: bool = False
 
     def __post_init__(self) -> None:
@@ -66,7 +67,8 @@ class Step:
             video = np.concatenate([video, video_positions(*self.reference)], axis=1)
         audio = audio_positions(g) if "audio" in self.streams else None
         if audio is not None and self.heard:
-            audio = np.concatenate([audio, audio], axis=1)
+            heard = audio_positions(replace(g, audio_latents=self.heard))
+            audio = np.concatenate([audio, heard], axis=1)
         return transformer.position_feeds(self.session.config.transformer, video, audio)
 
     def tokens(self, stream: str) -> int:
@@ -85,7 +87,7 @@ class Step:
         return transformer.ForwardShape(
             self.batch,
             self.tokens("video") + more if "video" in self.streams else 0,
-            self.tokens("audio") * (1 + self.heard) if "audio" in self.streams else 0,
+            self.tokens("audio") + self.heard if "audio" in self.streams else 0,
             PROMPT_TOKENS,
             transformer.coordinate_counts(self.tables),
             streams=self.streams,

@@ -1,6 +1,7 @@
 """IC-LoRA, `extend`, `inpaint` and `outpaint`, and what their files are used with; Python's `train`."""
 
 import json
+import math
 import shutil
 from contextlib import closing
 
@@ -144,13 +145,15 @@ def test_training_in_python(model, cache, tmp_path):
 
 @pytest.fixture(scope="module")
 def heard(prepare, tmp_path_factory):
-    """Two clips with sound, each with a reference of both, and a sound that is loud where given."""
+    """Two clips with sound, each with a reference of both, where the sound is shorter than the clip
+    or longer, and a sound that is loud where given."""
     folder = tmp_path_factory.mktemp("heard")
     clips, rng = write_clips(folder / "clips", 2), np.random.default_rng(4)
     for i in range(2):
         shutil.copy(clips / f"{1 - i}.mp4", clips / f"{i}.reference.mp4")
         other = rng.uniform(-0.3, 0.3, (2, RATE * 9 // FPS)).astype(np.float32)
-        write_wav(clips / f"{i}.reference.wav", other, RATE)
+        followed = rng.uniform(-0.3, 0.3, (2, RATE * (5 + 8 * i) // FPS)).astype(np.float32)
+        write_wav(clips / f"{i}.reference.wav", followed, RATE)
         given = np.where(np.arange(other.shape[1]) < other.shape[1] // 2, 0.9, 0.0)
         write_wav(clips / f"{i}.mask.wav", np.stack([given, given]).astype(np.float32), RATE)
     prepare(clips, folder / "cache")
@@ -160,12 +163,14 @@ def heard(prepare, tmp_path_factory):
 @pytest.mark.parametrize("backend", ["cuda", pytest.param("tpu", marks=pytest.mark.long)])
 @pytest.mark.parametrize("mode", ["a2a", "av2av"])
 def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mode, backend):
-    """A reference's tokens follow the clip's and have its times, and no loss; in float64."""
+    """A reference's tokens follow the clip's; those of sound have their own times, one for each 4
+    mel frames of their file, also beyond the clip's end. They have no loss. In float64."""
     options = ModelOptions(backend, model, device="cpu", dtype="float32")
     with closing(open_session(options)) as session:
         fixed = {"data": (Data(heard),), "output": heard / "none", "rank": 2, "dry_run": True}
         run = start(session, TrainRequest(mode=mode, **fixed))
-        x = run.feeder.feeds(run.samples.drawn(3, 0))
+        ((item, _),) = drawn = run.samples.drawn(3, 0)
+        x = run.feeder.feeds(drawn)
         found = run.trainer().losses(x)
         config, source = session.config.transformer, session.checkpoint.source("transformer")
         module = module_of(config).double()
@@ -174,9 +179,12 @@ def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mo
         module.load_state_dict(values)
         g, streams = run.step.geometry, run.samples.streams
     n = g.audio_latents
-    at = np.maximum(4 * np.arange(n + 1) - 3, 0) * 0.01  # seconds; 4 mel frames of 10 ms, causal
+    size = RATE * (5 + 8 * int(item.sample.name[0])) // FPS
+    followed = math.ceil((math.ceil(size * 16000 / RATE) // 160 + 1) / 4)
+    at = np.maximum(4 * np.arange(99) - 3, 0) * 0.01  # seconds; 4 mel frames of 10 ms, causal
     times = np.stack([at[:-1], at[1:]], 1)
-    feeds = {"audio_positions": np.concatenate([times, times])[None, None].astype(np.float32)}
+    both = np.concatenate([times[:n], times[:followed]])
+    feeds = {"audio_positions": both[None, None].astype(np.float32)}
     feeds["video_positions"] = np.concatenate([video_positions(g), video_positions(g)], 1)[None]
     for name in ("video", "audio"):
         count = feeds[f"{name}_positions"].shape[2]
@@ -195,8 +203,8 @@ def test_losses_after_reference_sounds_are_those_of_the_formula(model, heard, mo
     for name in streams:
         aim = np.float64(x[f"{name}_noise"]) - x[f"{name}_clean"]
         off, noised = np.square(v[f"{name}_velocity"] - aim)[0], x[f"{name}_noised"][0] == 1
-        assert noised.sum() == (n if name == "audio" else g.num_video_tokens)
-        assert noised.size == 2 * noised.sum() and not noised[noised.size // 2 :].any()
+        tokens, more = (n, followed) if name == "audio" else (g.num_video_tokens,) * 2
+        assert noised.tolist() == [True] * tokens + [False] * more
         assert found[f"{name}_loss"][0] == pytest.approx(off[noised].mean(), rel=1e-5)  # float32
 
 

@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from ltx2rt.errors import InputError
+from ltx2rt.media.sound import write_wav
 from ltx2rt.models.text_encoder import feeds
 from ltx2rt.session.session import Call
 from ltx2rt.stages.tokenizer import tokenize
 from ltx2rt.train.manifest import context_path, read_arrays, sample_path
 from ltx2rt.train.precomputed import read_pt
+from tests.conftest import normal
 from tests.train.test_run import session_of
-from tests.train_runs import run_train, samples_of, write_clips, write_mask
+from tests.train_runs import RATE, run_train, samples_of, write_clips, write_mask
 
 CLOSE = 2**-7  # contexts are kept in bfloat16, and the features went through float32 once more
 TOKENS = 256  # what some of these files are long; the model pads to 1024
@@ -50,11 +52,14 @@ def features(session, caption):
 
 @pytest.fixture(scope="module")
 def clips(prepare, tmp_path_factory):
-    """Two clips with sound, references of half the size and masks, and their cache."""
+    """Two clips with sound, references of half the size, with a shorter sound, and masks, and
+    their cache."""
     folder = tmp_path_factory.mktemp("precomputed")
     write_clips(folder / "clips", 2)
     for name in (f"{i}.{kind}.mp4" for i in range(2) for kind in ("reference", "mask")):
         write_mask(folder / "clips" / name)
+    for i in range(2):
+        write_wav(folder / "clips" / f"{i}.reference.wav", normal(2, RATE // 5) / 9, RATE)
     prepare(folder / "clips", folder / "cache", "--reference-downscale", 2)
     return folder
 
@@ -77,6 +82,7 @@ def test_it_gives_what_prepare_makes_of_the_clips(model, clips, train, tmp_path,
             "conditions": features(session, row["caption"]),
             "audio_latents": {"latents": tensors["audio"].transpose(1, 2).clone().mT},
             "reference_latents": {"latents": tensors["reference"]},
+            "reference_audio_latents": {"latents": tensors["audio_reference"]},
             "video_masks": {"mask": tensors["mask"]},
         }
         for kind, saved in files.items():

@@ -158,12 +158,12 @@ def test_later_segments_hear_the_voice_and_keep_their_own_first_stage(both, voic
     assert later.masks and not last.masks and last.frozen == ("audio",)
 
 
-def test_sound_longer_than_the_clip_is_cut_where_both_begin(both, tmp_path, capsys):
+def test_sound_longer_than_the_clip_keeps_its_length_up_to_the_models(both, tmp_path, capsys):
     session, path = both["cuda"], tmp_path / "long.wav"
-    write_wav(path, normal(2, 16000) / 9, 16000)
-    for at, count in (("start", TARGETS), ("before", 26)):
+    for at, seconds, count in (("start", 1, 26), ("before", 1, 26), ("start", 21, 501)):
+        write_wav(path, normal(2, seconds * 16000) / 9, 16000)
         given = {"audio_conditioning": (path, 1.0), "audio_conditioning_at": at}
         plan = make_plan(session, make_request("one-stage", prompt="fox", **SIZE | given))
         (stage,) = (s for s in plan.stages if s.name == "stage1")
         assert stage.blank["audio"].shape == (1, TARGETS + count, 128)
-    assert "its first 0.72 s are used, as long as the clip" in capsys.readouterr().err
+    assert "its first 20 s are used, the longest reference" in capsys.readouterr().err
