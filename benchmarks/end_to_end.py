@@ -183,7 +183,7 @@ def by_datasheet(session: Session, plan: Plan, name: str) -> dict[str, float] | 
     kind: DeviceKind | None = next(
         (k for n, k in device_kinds().items() if n.split("-")[0] in name.lower()), None
     )
-    return {c.name: c.time_s(kind) for c in session.costs(plan.stages)} if kind else None
+    return {c.name: c.time_s(kind) for c in session.memory.costs(plan.stages)} if kind else None
 
 
 def table(facts: dict[str, Any]) -> str:
@@ -231,7 +231,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         request = replace(request, audio_from="stage2")  # as diffusers' two calls have it
     with random_session(args.preset, mesh=mesh, **given_flags(args, ModelOptions)) as session:
         plan = make_plan(session, request)
-        session.require_memory(plan.stages, warm=True)
+        session.memory.require(plan.stages, warm=True)
         return _measure(session, plan, args)
 
 
@@ -253,7 +253,7 @@ def _measure(session: Session, plan: Plan, args: argparse.Namespace) -> dict[str
         "mesh": dict(backend.mesh),
         "profile": session.placement.profile.name,
         "compile": options.compile,
-        "memory": session.memory_line(plan.stages) or session.memory_mode,
+        "memory": session.memory.line(plan.stages) or session.memory.mode,
         "paper_step_s": by_datasheet(session, plan, device.name),
     }
 

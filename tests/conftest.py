@@ -297,10 +297,13 @@ def denoised(session, request):
     from ltx2rt.stages.frames import Frames
     from ltx2rt.stages.inset import Cut
     from ltx2rt.stages.joined import Join, JoinFrames
-    from ltx2rt.stages.segments import Keep, Segments
+    from ltx2rt.stages.segments import JoinSegments, Keep
     from ltx2rt.stages.sound import Sound
 
-    plan, ends = make_plan(session, request), (Frames, Sound, Cut, Join, JoinFrames, Keep, Segments)
+    plan, ends = (
+        make_plan(session, request),
+        (Frames, Sound, Cut, Join, JoinFrames, Keep, JoinSegments),
+    )
     kept = tuple(stage for stage in plan.stages if not isinstance(stage, ends))
     return plan, produce(session, replace(plan, stages=kept), keep=True)[0]
 
@@ -473,12 +476,12 @@ def generate(tmp_path_factory) -> Callable[..., Run]:
 @pytest.fixture
 def kept(monkeypatch) -> Callable[..., None]:
     """kept(**residence): every run keeps its weights like this, whatever there is room for."""
-    from ltx2rt.session.session import Session
+    from ltx2rt.session.memory import Memory
     from ltx2rt.session.weights import Residence
 
     def call(**how: Any) -> None:
         way = Residence(**how)
-        monkeypatch.setattr(Session, "_ways", lambda self, stages: [(self.asked, way)])
+        monkeypatch.setattr(Memory, "_ways", lambda self, stages: [(self.session.asked, way)])
 
     return call
 

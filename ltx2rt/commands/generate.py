@@ -138,7 +138,7 @@ def parts_folder(files: Files, in_segments: bool) -> Path | None:
 
 def _announce(session: Session, plan: Plan, remarks: Sequence[str]) -> None:
     """Print on stderr what will run."""
-    if line := session.memory_line(plan.stages):
+    if line := session.memory.line(plan.stages):
         note(line, prefix="")
     for remark in remarks:
         note(remark)

@@ -81,7 +81,7 @@ def to_text(found: Estimate, verbose: bool = False) -> str:
             f"; a step is max(FLOP / {kind.flops_per_s / 1e12:.4g} T/s{rates}, weights / "
             f"{kind.memory_bytes_per_s / 1e12:.3g} TB/s){' + exchanges' * bool(mesh)}"
         )
-    if line := session.memory_line(found.plan.stages):
+    if line := session.memory.line(found.plan.stages):
         lines.insert(-1, line)
     if found.price_per_clip is not None:
         lines.append(
@@ -102,7 +102,7 @@ def _layouts(found: Estimate) -> Iterator[str]:
             figures += f"  {one.price_per_clip:>10.4f}"
         held = f"{peak(one.costs).peak_bytes / 1e9:>5.1f} GB"
         mesh = in_words(one.session.backend.mesh, ",")
-        way = "" if one.session.memory_mode == "resident" else f", {one.session.memory_mode}"
+        way = "" if one.session.memory.mode == "resident" else f", {one.session.memory.mode}"
         wide, shown = len(figures), figures if one.fits else "does NOT fit"
         yield f"{f'{one.replicas}x{one.devices}':<7}{shown:<{wide}}  {held}  {mesh}{way}"
 

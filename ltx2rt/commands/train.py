@@ -37,7 +37,7 @@ from ltx2rt.train.prepare import prepare as fill
 from ltx2rt.train.prepare_flags import PrepareRequest
 from ltx2rt.train.request import TrainRequest
 from ltx2rt.train.resume import described
-from ltx2rt.train.run import Run, start
+from ltx2rt.train.run import TrainingRun, start
 from ltx2rt.train.state import CONFIGURATION, FORMATS, read_state, states, write_lora
 from ltx2rt.train.step import in_words
 
@@ -159,7 +159,7 @@ def run(args: argparse.Namespace) -> int | None:
     return None
 
 
-def progress(made: Run) -> Callable[[dict[str, Any]], str | None]:
+def progress(made: TrainingRun) -> Callable[[dict[str, Any]], str | None]:
     """Return a function of a step's metrics: a line every ten steps and after a measurement."""
     recent: deque[dict[str, Any]] = deque(maxlen=SHOWN)
     seconds: deque[float] = deque([time.monotonic()], maxlen=SHOWN + 1)
@@ -193,7 +193,7 @@ def in_time(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _sizes(made: Run) -> Iterator[str]:
+def _sizes(made: TrainingRun) -> Iterator[str]:
     for group, count in made.step.groups().items():
         yield f"trains {group}: {count:,} numbers"
     r, samples, held_out = made.request, made.samples, len(made.samples.held_out)
@@ -209,7 +209,7 @@ def _sizes(made: Run) -> Iterator[str]:
     )
 
 
-def _dry_run(made: Run, say: Callable[[str], None]) -> None:
+def _dry_run(made: TrainingRun, say: Callable[[str], None]) -> None:
     """Memory and the shapes of the first batch, as text on stderr, or with groups as JSON."""
     memory, feeds = made.step.memory, made.feeder.feeds(made.samples.drawn(0, 0))
     shapes = {name: list(x.shape) for name, x in feeds.items()}

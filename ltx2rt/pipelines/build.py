@@ -16,7 +16,7 @@ from ltx2rt.pipelines.groups.guidance import NEUTRAL
 from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.stages.conditioning import Conditioning, GivenLatents
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.duration import Duration
+from ltx2rt.stages.duration import PredictDuration
 from ltx2rt.stages.frames import decoding
 from ltx2rt.stages.inset import Cut
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, from_level
@@ -51,7 +51,7 @@ class Loras:
 def text(clip: Clip) -> list[Stage]:
     """The stages that read the prompts, and choose the clip's length where the model is to."""
     window_s = clip.request.auto_duration
-    return [Text(clip.prompts), *([Duration(window_s, clip.fps)] if window_s else [])]
+    return [Text(clip.prompts), *([PredictDuration(window_s, clip.fps)] if window_s else [])]
 
 
 def guiding(clip: Clip) -> dict[str, Any]:

@@ -145,14 +145,14 @@ def _estimate(
         session.adopt(estimator.session)
     plan = checked(session, asked)
     budget = session.backend.device().room_bytes(options.max_memory)
-    fits = session.fit(plan.stages, budget)
-    session.choose_road(plan.stages)
+    fits = session.memory.fit(plan.stages, budget)
+    session.memory.choose_road(plan.stages)
     fastest = ROAD_BYTES_PER_S[session.weights.residence.road]
     kind = replace(kind, host_bytes_per_s=min(kind.host_bytes_per_s, fastest))
-    costs = tuple(session.costs(plan.stages))
-    advice = "" if fits else session.advice(plan.stages, budget, peak(costs))
+    costs = tuple(session.memory.costs(plan.stages))
+    advice = "" if fits else session.memory.advice(plan.stages, budget, peak(costs))
     said = [str(choice)] if choice else []
-    outside_s = session.outside_s(plan.stages, kind)
+    outside_s = session.memory.outside_s(plan.stages, kind)
     found = Estimate(count, kind.loaded(), session, plan, costs, (), advice, outside_s)
     return found, estimator or Estimator(session, kind), said
 
@@ -212,7 +212,7 @@ def _summary(found: Estimate) -> dict[str, Any]:
     bill = {"clips_per_hour": found.clips_per_hour, "price_per_clip": found.price_per_clip}
     return {
         "fits": found.fits,
-        "memory_mode": found.session.memory_mode,
+        "memory_mode": found.session.memory.mode,
         **{name: getattr(found, name) for name in ("devices", "time_s", "basis")},
         **(bill if found.price is not None else {}),
         "mesh": dict(found.session.backend.mesh),

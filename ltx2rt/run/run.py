@@ -42,7 +42,7 @@ class Run:
         self, session: Session, asked: Request | Clip, warm: bool = False, marks: Marks = MARKED
     ):
         self.session, self.plan, self.marks = session, make_enhanced_plan(session, asked), marks
-        session.require_memory(self.plan.stages, warm=warm)
+        session.memory.require(self.plan.stages, warm=warm)
         self.recorded: GrowingClip | None = None
         self.folder: Path | None = None
         self.claim: Callable[[], None] = lambda: None
@@ -199,7 +199,7 @@ def produce(
     work: dict[str, list[float]] = {}
     shown = on_progress or (stream is not None and stream.isatty())
     for stage in plan.stages if shown else ():
-        if costs := session.costs([stage]):
+        if costs := session.memory.costs([stage]):
             work.setdefault(stage.name, []).append(sum(float(c.steps * c.flops) for c in costs))
     built, loaded = session.backend.num_built, session.weights.loaded_bytes
     watch = Stopwatch(

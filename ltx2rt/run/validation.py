@@ -21,7 +21,7 @@ from ltx2rt.session.session import Session
 from ltx2rt.stages.stage import FRAMES
 from ltx2rt.text_files import flag_lines, parse
 from ltx2rt.train.data import parse_bucket
-from ltx2rt.train.run import Run
+from ltx2rt.train.run import TrainingRun
 
 FLAG = "--validation"
 
@@ -53,7 +53,7 @@ class Validation:
         return made
 
 
-def with_validation(run: Run) -> Run:
+def with_validation(run: TrainingRun) -> TrainingRun:
     """The run, which then makes the clips of its request's `validation`. Raises InputError for a
     line that cannot be one, before anything is trained."""
     r, session = run.request, run.session
@@ -78,7 +78,7 @@ def with_validation(run: Run) -> Run:
     return run
 
 
-def _requests(run: Run, path: Path) -> Iterator[Request]:
+def _requests(run: TrainingRun, path: Path) -> Iterator[Request]:
     for number, line in enumerate(flag_lines(FLAG, path), 1):
         if not line.strip():
             continue
@@ -90,7 +90,7 @@ def _requests(run: Run, path: Path) -> Iterator[Request]:
         yield request
 
 
-def _request(run: Run, line: Mapping[str, Any], number: int) -> Request:
+def _request(run: TrainingRun, line: Mapping[str, Any], number: int) -> Request:
     """Keys: prompt; image (FILE[:FRAME[:STRENGTH]], or a list); reference (a file, for an IC-LoRA);
     size (WxHxF, default: as trained); seed; pipeline; and the clip flags of that."""
     r, g, rest = run.request, run.step.geometry, dict(line)

@@ -236,10 +236,10 @@ class Admission:
         # what is planned once holds for every prompt and seed
         if images or files or shape not in self._work:
             plan = make_plan(self._session, made)
-            self._session.require_memory(plan.stages)
+            self._session.memory.require(plan.stages)
             while len(self._work) >= MAX_SHAPES:
                 self._work.popitem(last=False)
-            costs, info = self._session.costs(plan.stages), self._session.backend.info
+            costs, info = self._session.memory.costs(plan.stages), self._session.backend.info
             kind = known_kind(info.kind, info.name, info.total_bytes)
             least_s = sum(cost.time_s(kind) for cost in costs) if kind else None
             self._work[shape] = sum(cost.steps * cost.flops for cost in costs) / 1e12, least_s

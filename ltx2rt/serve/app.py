@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.batch import made_by
-from ltx2rt.serve.files import EVENT_GAP_S, Files
+from ltx2rt.serve.files import EVENT_GAP_S, FileRoutes
 from ltx2rt.serve.form import Gone, fields_of
 from ltx2rt.serve.gate import COOKIE, PAGE, RETRY_S, nothing_here, refused
 from ltx2rt.serve.jobs import Job
@@ -28,7 +28,7 @@ from ltx2rt.serve.openapi import Answer, openapi
 from ltx2rt.serve.options import KEEP_S
 from ltx2rt.serve.orders import Orders
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.videos import Videos
+from ltx2rt.serve.videos import VideoRoutes
 from ltx2rt.weights.digests import digest
 
 KEEP_ALIVE_S = 15
@@ -42,7 +42,7 @@ NO_SYNC = (
 NOT_HERE = "editing and characters are not supported here; send a new prompt with images instead"
 
 
-class App(Orders, Videos, Files):
+class App(Orders, VideoRoutes, FileRoutes):
     """The docstrings of its routes are the text of /docs."""
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ EVENT_GAP_S = 0.2
 STREAM_BYTES = 2**18  # bytes of a stream at once
 
 
-class Files(Core):
+class FileRoutes(Core):
     async def content(self, request: Request) -> Response:
         """Download the clip, or with `variant` its frames, thumbnail, spritesheet or report, or the
         preview of one that runs. `video` is the number of one of several clips, from 0 on."""

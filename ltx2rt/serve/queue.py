@@ -264,7 +264,7 @@ class Queue(JobFile):
         self, id: str, epoch: int, status: str, *, error: Mapping[str, str] | None = None,
         result: Mapping[str, Any] | None = None,
     ) -> bool:  # fmt: skip
-        """End the run of this epoch; whether it was still the job's."""
+        """End the run of this epoch; return whether it was still the job's."""
         with self._write() as db:
             return self._change(
                 id, epoch, "status=?, finished=?, end_uptime_s=?, error=?, result=?",
@@ -272,7 +272,7 @@ class Queue(JobFile):
             )  # fmt: skip
 
     def _change(self, id: str, epoch: int, what: str, *values: Any) -> bool:
-        """Set columns of a job while it is in this epoch's run; whether it was."""
+        """Set columns of a job if it is in this epoch's run; return whether it is."""
         return self._set(what, "id=? AND status=? AND epoch=?", *values, id, RUNNING, epoch) == 1
 
     def give_back(

@@ -18,7 +18,7 @@ from ltx2rt.serve.refusal import Refusal, conflict, misfit
 DELETE_WAIT_S = 30
 
 
-class Videos(Core):
+class VideoRoutes(Core):
     async def list(self, request: Request) -> Response:
         """List your videos, the newest first: at most `limit` (1 to 100), those that come `after`
         an id, in `order` asc or desc, with one `status`."""

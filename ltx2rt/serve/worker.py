@@ -267,7 +267,7 @@ def _planned(session: Session, own: tuple[LoraSpec, ...], job: dict[str, Any]) -
         if request.in_segments:
             request = request.kept_in(segments_of(job))
         run = Run(session, request)
-        if (line := session.memory_line(run.plan.stages)) and session.backend.is_main:
+        if (line := session.memory.line(run.plan.stages)) and session.backend.is_main:
             note(f"{job['id']}: {line}")
     except InputError as error:
         refused = error

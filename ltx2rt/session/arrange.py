@@ -127,9 +127,9 @@ def choose(
         session = Session(checkpoint, DatasheetBackend(kind, one.mesh), options)
         session.adopt(estimator.session)
         left = [other for other in left if other.read_bytes < one.read_bytes]
-        fits = session.fit(stages, budget)
+        fits = session.memory.fit(stages, budget)
         if fits or not (left or found):
-            reload_s = session.reload_s(stages, kind) if fits else 0.0
+            reload_s = session.memory.reload_s(stages, kind) if fits else 0.0
             found.append((one.time_s + reload_s, one, session))
             if not reload_s:
                 break

@@ -21,7 +21,6 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import network
 from ltx2rt.placement.placement import Placement
-from ltx2rt.placement.plan import StageCost
 from ltx2rt.placement.profiles import profile_of
 from ltx2rt.session.call import Call, WeightsKey
 from ltx2rt.session.memory import Memory, Needing, kept
@@ -51,7 +50,7 @@ def placed(graph: Graph, placement: Placement, rules: str, slots: int | None) ->
     return placement.loop(graph, slots)
 
 
-class Session(Memory):
+class Session:
     """dtype: of everything but networks with one of their own, and but the weights that the option
     `weights_dtype` quantises."""
 
@@ -64,7 +63,7 @@ class Session(Memory):
     ):
         self.checkpoint, self.backend, self.options = checkpoint, backend, options
         self.factory = get_factory(backend.name)
-        self.asked = options  # before `require_memory` changes how weights are kept
+        self.asked = options  # before `Memory.require` changes how weights are kept
         self.config = checkpoint.config
         self.dtype = dtype or options.compute_dtype(
             "float32" if backend.device_kind == "cpu" else "bfloat16"
@@ -76,17 +75,16 @@ class Session(Memory):
         # told of every program that is made
         self.building: Callable[[str], None] = lambda network: None
         self._graphs: OrderedDict[tuple[Any, ...], Graph] = OrderedDict()
-        self._costs: OrderedDict[Hashable, StageCost] = OrderedDict()
         self._audited: OrderedDict[Hashable, list[Merge]] = OrderedDict()
         self._programs: OrderedDict[Hashable, Program | Loop] = OrderedDict()
         self._contexts: OrderedDict[Hashable, Any] = OrderedDict()
-        self._sets: dict[WeightsKey, Graph] = {}  # a graph that reads each set
+        self.memory = Memory(self)
 
     def adopt(self, planned: Session) -> None:
         """Share the graphs, costs and audits of a session with the same checkpoint and options, on
         any mesh."""
-        self._graphs, self._costs = planned._graphs, planned._costs
-        self._audited = planned._audited
+        self._graphs, self._audited = planned._graphs, planned._audited
+        self.memory.known = planned.memory.known
         self.weights.adopt(planned.weights)
 
     def use_loras(self, loras: Sequence[LoraSpec]) -> None:
@@ -205,9 +203,10 @@ class Session(Memory):
 
     def leave(self, stage: Needing) -> None:
         """Free weights that the options keep on the device only while a stage needs them."""
-        self.weights.free(*self._left(stage))
+        self.weights.free(*self.left(stage))
 
-    def _left(self, stage: Needing) -> list[WeightsKey]:
+    def left(self, stage: Needing) -> list[WeightsKey]:
+        """Weights that leave the device after the stage."""
         kept = self.weights.residence
         calls = stage.needs(self.config) if kept.offload else ()
         encoder = [call.weights for call in calls if call.network == "text-encoder"]
@@ -215,8 +214,8 @@ class Session(Memory):
 
     def close(self) -> None:
         """Free everything that is on the device."""
-        self._release()
-        for held in (self._programs, self._graphs, self._costs, self._contexts):
+        self.release_programs()
+        for held in (self._programs, self._graphs, self.memory.known, self._contexts):
             held.clear()
         self.weights.close()
 
@@ -238,7 +237,7 @@ class Session(Memory):
         how = {"steps": steps, "compile": self.options.compile}
         return self.factory.as_run(graph, self.backend.device_kind, **how)
 
-    def _release(self) -> None:
+    def release_programs(self) -> None:
         """Release programs; they are lowered and recorded again at their next use."""
         for program in self._programs.values():
             program.release()

@@ -275,7 +275,7 @@ class WeightStore:
         return size * prod(self.backend.mesh.values()) // self.backend.device().hosts
 
     def _make_host_room(self, size: int, stale: list[WeightsKey]) -> bool:
-        """Drop `stale` parked sets, in their order, until `size` bytes fit. Whether they do."""
+        """Drop `stale` parked sets, in their order, until `size` bytes fit. Returns whether they do."""
         while not (fits := has_room(self.backend.device_kind, size)) and stale:
             del self.parked[stale.pop(0)]
             self.backend.trim()

@@ -29,7 +29,7 @@ def longest(
 
 
 @dataclass(frozen=True)
-class Duration(Stage):
+class PredictDuration(Stage):
     """window_s: the shortest and the longest that it may be."""
 
     window_s: tuple[float, ...]

@@ -186,13 +186,13 @@ class DiffusionFrames(Frames):
         room, stage = device.idle_bytes(session.options.max_memory), self
         for tiles in (self.tiling, *self.fewer):
             stage = replace(self, tiling=tiles)
-            if session.costs([stage])[0].peak_bytes <= room:
+            if session.memory.costs([stage])[0].peak_bytes <= room:
                 where = session.checkpoint.source("diffusion_decoder").where
                 other = f"decode: the weights in {where} differ from the released file's"
                 return replace(stage, remark=other if where.is_dir() else "")
         if self.other is None:
             return stage
-        gigabytes = session.costs([stage])[0].peak_bytes / 1e9
+        gigabytes = session.memory.costs([stage])[0].peak_bytes / 1e9
         return replace(
             self.other,
             remark=(

@@ -312,7 +312,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 
 @dataclass(frozen=True)
-class Segments(Stage):
+class JoinSegments(Stage):
     """The clip of all segments, of which each is read up to where the next one begins. sound: of a
     file, that they were made for."""
 

@@ -55,7 +55,7 @@ LEVELS = (0.2, 0.5, 0.8)  # noise levels at which clips are measured that are no
 Row = dict[str, Any]
 
 
-class Run:
+class TrainingRun:
     """One run on a session: what is trained of what, by which graphs.
 
     validate: writes clips with a LoRA file at a step and returns their paths."""
@@ -313,9 +313,9 @@ class Run:
         write_lora(path, parameters, self.step.scale, described(self.facts, step))
 
 
-def start(session: Session, request: TrainRequest) -> Run:
+def start(session: Session, request: TrainRequest) -> TrainingRun:
     """A run whose flags fit data and model. Raises InputError before a weight is read."""
-    run = Run(session, request)
+    run = TrainingRun(session, request)
     _ = run.step.adapters
     r, main = run.request, session.backend.is_main
     frames = min(step.spanned for step in run.steps.values())

@@ -542,7 +542,7 @@ def test_a_run_holds_the_weights_that_its_plan_says(preset):
     with random_session(preset, device="cpu") as session:
         plan = make_plan(session, TINY_REQUEST)
         end_to_end.run_once(session, plan, Stopwatch())
-        planned = session.costs(plan.stages)[-1].weights_bytes
+        planned = session.memory.costs(plan.stages)[-1].weights_bytes
     sets = [kept.weights for kept in session.weights.held.values()]
     held = {tensor.data_ptr(): tensor.nbytes for weights in sets for tensor in weights.values()}
     assert sum(held.values()) == planned

@@ -150,8 +150,8 @@ def test_weights_follow_the_run(kept):
 def test_a_warm_up_leaves_everything_on_the_device(tmp_path):
     make_checkpoint("tiny-2.3", "official", tmp_path, empty=True)
     found = plan.__wrapped__(None, model=tmp_path)
-    cold = found.session.costs(found.plan.stages)
-    warm = found.session.costs(found.plan.stages, warm=True)
+    cold = found.session.memory.costs(found.plan.stages)
+    warm = found.session.memory.costs(found.plan.stages, warm=True)
     assert tuple(cold) == found.costs == plan().costs
     assert {c.weights_bytes for c in warm} == {cold[-1].weights_bytes}
 

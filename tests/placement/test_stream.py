@@ -23,10 +23,9 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.placement import stream
 from ltx2rt.run.estimate import Devices, estimate
 from ltx2rt.run.plan import make_plan
-from ltx2rt.session.memory import FROM
+from ltx2rt.session.memory import FROM, Memory
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import NO_LORA, ModelOptions
-from ltx2rt.session.session import Session
 from ltx2rt.session.weights import Residence
 from ltx2rt.weights.files import TensorFile
 
@@ -54,8 +53,8 @@ def opened(model, **options):
 def forced(monkeypatch, residence, **options):
     """Every run keeps its weights like this, what is streamed in the host's memory."""
     given = {"host_memory": 1.0} | options
-    way = lambda self, stages: [(replace(self.asked, **given), residence)]  # noqa: E731
-    monkeypatch.setattr(Session, "_ways", way)
+    way = lambda self, stages: [(replace(self.session.asked, **given), residence)]  # noqa: E731
+    monkeypatch.setattr(Memory, "_ways", way)
 
 
 def made(model, pipeline="two-stage", backend="cuda", **options):
@@ -99,17 +98,18 @@ def test_every_road_to_the_device_makes_the_same_clip(
     model, monkeypatch, small_matrices_move, road, dtype
 ):
     """The second stage has merged weights, which are in no file, and no file holds float32."""
-    choose = Session.choose_road
+    choose = Memory.choose_road
     resident, _ = made(model, dtype=dtype)
     streams = {"text-encoder": 99, "transformer": 99}
     forced(monkeypatch, Residence(streams, reload=True), host_memory=0)
 
     def chosen(self, stages):
         choose(self, stages)
-        assert self.weights.residence.road == "file"
-        self.weights.residence = replace(self.weights.residence, road=road)
+        assert self.session.weights.residence.road == "file"
+        store = self.session.weights
+        store.residence = replace(store.residence, road=road)
 
-    monkeypatch.setattr(Session, "choose_road", chosen)
+    monkeypatch.setattr(Memory, "choose_road", chosen)
     with opened(model, dtype=dtype) as session:
         for prompt in ("a fox", "a robot dancing"):
             clip = session.generate(prompt, **SIZE)
@@ -119,8 +119,8 @@ def test_every_road_to_the_device_makes_the_same_clip(
         kept = [x for ring in rings for piece in ring.pieces.values() for x in piece.values()]
         assert all(isinstance(x, FileWeight) == (road == "file") for x in kept)
         stages = make_plan(session.resident, make_request("two-stage", prompt="x", **SIZE)).stages
-        session.resident.choose_road(stages)
-        assert FROM[road] in session.resident.memory_line(stages)
+        session.resident.memory.choose_road(stages)
+        assert FROM[road] in session.resident.memory.line(stages)
     assert_same(clip, resident)
 
 
@@ -131,10 +131,10 @@ def test_a_cpu_and_its_host_are_one_memory(full_model, given, road):
     session = open_session(ModelOptions("cuda", full_model, **how))
     request = make_request("one-stage", prompt="a", width=64, height=64, num_frames=9, seed=1)
     stages = make_plan(session, request).stages
-    assert session.fit(stages, 10**10)
-    session.choose_road(stages)
+    assert session.memory.fit(stages, 10**10)
+    session.memory.choose_road(stages)
     assert session.weights.residence.road == road
-    assert f"(25.5 GB) come from {FROM[road]}" in session.memory_line(stages)
+    assert f"(25.5 GB) come from {FROM[road]}" in session.memory.line(stages)
 
 
 @SLOW
@@ -211,16 +211,16 @@ def test_a_text_encoder_goes_by_layers_on_jax(model, monkeypatch, small_matrices
         store = session.resident.weights
         assert not [key for key in store.held if key[0] == "text-encoder"]
         stages = plan_of(session.resident).stages
-        assert "of the text-encoder" in session.resident.memory_line(stages)
+        assert "of the text-encoder" in session.resident.memory.line(stages)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("way", [-1, *(pytest.param(way, marks=SLOW) for way in (1, 2, 3, 4))])
 def test_every_way_makes_the_same_clip(model, monkeypatch, small_matrices_move, way):
     """Freed after use, reloaded, with a streamed encoder, one layer, all layers."""
-    ways = Session._ways
+    ways = Memory._ways
     resident, _ = made(model)
-    monkeypatch.setattr(Session, "_ways", lambda self, stages: [list(ways(self, stages))[way]])
+    monkeypatch.setattr(Memory, "_ways", lambda self, stages: [list(ways(self, stages))[way]])
     with opened(model) as session:
         for _ in range(2):
             assert_same(session.generate("a robot dancing", **SIZE), resident)
@@ -258,7 +258,7 @@ def test_bytes_copied_are_those_of_the_plan(model, monkeypatch, small_matrices_m
         resident.weights.residence = Residence({"transformer": 2})
         session.generate("a robot dancing", pipeline="distilled", **DISTILLED)
         (held,) = [h for h in resident.weights.held.values() if h.streamed]
-        costs = {cost.name: cost for cost in resident.costs(plan.stages)}
+        costs = {cost.name: cost for cost in resident.memory.costs(plan.stages)}
         pieces = stream.pieces(held.graph)
         sizes = [pieces[piece] for piece in held.streamed]
         assert {costs[name].streamed_bytes for name in ("stage1", "stage2")} == {sum(sizes)}
@@ -276,18 +276,18 @@ def test_the_fastest_way_that_fits_is_taken(model, small_matrices_move):
     with opened(model, distilled_lora="none") as session:
         resident = session.resident
         stages = plan_of(resident).stages
-        ways, peaks = list(resident._ways(stages)), []
+        ways, peaks = list(resident.memory._ways(stages)), []
         for way in ways:
-            resident._keep(way)
-            peaks.append(max(cost.peak_bytes for cost in resident.costs(stages)))
+            resident.memory._keep(way)
+            peaks.append(max(cost.peak_bytes for cost in resident.memory.costs(stages)))
         assert peaks == sorted(peaks, reverse=True) and peaks[0] > peaks[-1]
         for budget in (peaks[0], peaks[0] - 1, peaks[-1]):
-            assert resident.fit(stages, budget)
+            assert resident.memory.fit(stages, budget)
             first = next(way for way, peak in zip(ways, peaks, strict=True) if peak <= budget)
             assert (resident.options, resident.weights.residence) == first
-        assert not resident.fit(stages, peaks[-1] - 1)
+        assert not resident.memory.fit(stages, peaks[-1] - 1)
         resident.use(replace(resident.asked, memory="resident"))
-        assert not resident.fit(stages, peaks[0] - 1) and resident.memory_mode == "resident"
+        assert not resident.memory.fit(stages, peaks[0] - 1) and resident.memory.mode == "resident"
 
 
 def test_prompts_keys_and_values_that_have_no_room_are_computed_in_every_step(tiny, monkeypatch):
@@ -300,16 +300,18 @@ def test_prompts_keys_and_values_that_have_no_room_are_computed_in_every_step(ti
         stages = [stage for stage in plan.stages if stage.name == "stage1"]
         (loop,) = stages[0].needs(resident.config)
         peaks: dict[int | None, list[int]] = {None: [], 0: []}
-        for way in list(resident._ways(stages)):
-            resident._keep(way)
-            peaks[way[1].keep_bytes].append(max(c.peak_bytes for c in resident.costs(stages)))
+        for way in list(resident.memory._ways(stages)):
+            resident.memory._keep(way)
+            peaks[way[1].keep_bytes].append(
+                max(c.peak_bytes for c in resident.memory.costs(stages))
+            )
         least = min(peaks[None])
         assert min(peaks[0]) < least
         for budget in (least - 1, least):
-            assert resident.fit(stages, budget)
+            assert resident.memory.fit(stages, budget)
             before = taken_apart(resident.graph(loop)).before
             assert bool(before.repeats) == (budget == least)
-            assert (said in resident.memory_line(stages)) == (budget < least)
+            assert (said in resident.memory.line(stages)) == (budget < least)
         forced(monkeypatch, Residence(keep_bytes=0))
         assert_same(session.generate("a robot dancing", **SIZE), kept)
         assert resident.weights.residence.keep_bytes == 0

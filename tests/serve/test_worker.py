@@ -184,11 +184,11 @@ class Fails:
 def test_a_job_that_runs_again_waits_once_for_the_memory_of_its_dead_worker(
     session, tmp_path, monkeypatch
 ):
-    refused, waits, real = InputError("no room on a GPU: 9 GB"), [], session.require_memory
+    refused, waits, real = InputError("no room on a GPU: 9 GB"), [], session.memory.require
     monkeypatch.setattr(ltx2rt.serve.worker.time, "sleep", waits.append)
-    monkeypatch.setattr(session, "require_memory", Fails(real, refused, 1))
+    monkeypatch.setattr(session.memory, "require", Fails(real, refused, 1))
     assert attempt(session, (), job(tmp_path), None)[0] == "failed" and not waits
-    monkeypatch.setattr(session, "require_memory", Fails(real, refused, 1))
+    monkeypatch.setattr(session.memory, "require", Fails(real, refused, 1))
     assert attempt(session, (), job(tmp_path) | {"epoch": 2}, None)[0] == "done"
     assert waits == [DEVICE_WAIT_S]
 

@@ -87,7 +87,7 @@ def test_the_fastest_that_fits_is_chosen_and_estimated_as_planned(kept):
     assert choice and choice.best.mesh == {"guidance": 4, "tensor": 2}
     assert choice.runner_up and str(choice.runner_up) in str(choice)
     assert choice.best.time_s < choice.runner_up.time_s
-    steps = {c.name: c for c in choice.session.costs(stages)}
+    steps = {c.name: c for c in choice.session.memory.costs(stages)}
     # what leaves the loop is in the estimate, and packed weights are not
     for name, step in choice.best.steps.items():
         assert steps[name].time_s(kind) == pytest.approx(step.time_s(kind), rel=0.03), name
@@ -109,7 +109,7 @@ def test_whole_weights_of_8_bits_fit_a_v6e_and_are_split_by_tokens_alone(
     assert choice and choice.best.mesh == mesh
     step = choice.best.steps["stage1"]
     assert step.read_bytes == pytest.approx(weights_bytes, rel=0.03)
-    costs = {cost.name: cost for cost in choice.session.costs(stages)}
+    costs = {cost.name: cost for cost in choice.session.memory.costs(stages)}
     assert costs["stage1"].time_s(kind) == pytest.approx(step.time_s(kind), rel=0.05)
 
 
@@ -121,11 +121,11 @@ def test_a_mesh_on_which_sets_are_loaded_anew_pays_for_it():
     choice = choose(checkpoint, replace(options, backend="tpu"), kind, 8, stages)
     assert choice and choice.roomier and "tensor" not in choice.roomier.mesh
     assert "has no room for all weights" in str(choice)
-    assert choice.session.reload_s(stages, kind) < 0.5  # only the text encoder's share is
+    assert choice.session.memory.reload_s(stages, kind) < 0.5  # only the text encoder's share is
     backend = DatasheetBackend(kind, choice.roomier.mesh)
     whole = Session(checkpoint, backend, replace(options, backend="tpu"))
-    assert whole.fit(stages, whole.backend.device().room_bytes())
-    reload_s = whole.reload_s(stages, kind)
+    assert whole.memory.fit(stages, whole.backend.device().room_bytes())
+    reload_s = whole.memory.reload_s(stages, kind)
     assert 2 * 20e9 / kind.host_bytes_per_s < reload_s < 2 * 30e9 / kind.host_bytes_per_s
     assert choice.best.time_s + 0.5 < choice.roomier.time_s + reload_s
 

@@ -193,7 +193,7 @@ def test_a_lora_that_is_replaced_is_never_taken_for_the_planned_one(model, user_
 def test_sets_that_do_not_fit_are_let_go_least_recently_used_first(session, user_lora):
     resident = session.resident
     made(session)
-    peak = max(c.peak_bytes for c in resident.costs(_plan(resident).stages))
+    peak = max(c.peak_bytes for c in resident.memory.costs(_plan(resident).stages))
     room, sizes = peak * 1.02 / 1e9, []
     resident.use(replace(resident.options, max_memory=room, memory="resident"))
     for i in (1, 2, 3):
@@ -208,7 +208,7 @@ def test_what_recorded_steps_keep_is_let_go_before_weights(opened, monkeypatch):
     resident, recorded = opened.resident, [1000]
     made(opened)
     stages, held = _plan(resident).stages, dict(resident.weights.held)
-    most = max(c.peak_bytes for c in resident.costs(stages, resident._held()))
+    most = max(c.peak_bytes for c in resident.memory.costs(stages, resident.memory._held()))
     need = most - resident.weights.held_bytes
 
     def device():
@@ -220,7 +220,7 @@ def test_what_recorded_steps_keep_is_let_go_before_weights(opened, monkeypatch):
 
     monkeypatch.setattr(resident.backend, "device", device)
     monkeypatch.setattr(resident.backend, "trim", trim)
-    resident.require_memory(stages)
+    resident.memory.require(stages)
     assert recorded == [0] and resident.weights.held == held
     assert new(made(opened))[1] == 0
 

@@ -77,7 +77,7 @@ def decoded(
     geometry = Geometry.of(session.config, columns * 32, rows * 32, 8 * frames - 7, Fraction(24))
     stage = decoding("diffusion", geometry, session.config, mode, noise)
     session.audit([stage])
-    session.require_memory([stage])
+    session.memory.require([stage])
     state = State(video=latents, keep=keep)
     if begun:
         stage.begin(session.config, state)
@@ -226,7 +226,7 @@ def test_the_plan_knows_every_call(opened):
     networks = [call.network for call in stage.needs(session.config)]
     assert networks == ["diffusion-features", "diffusion-decoder"] * 2
     assert stage.draws(session.config) == {"decoder": (2, 3, 33, 96, 128)}
-    (cost,) = session.costs([stage])
+    (cost,) = session.memory.costs([stage])
     assert cost.flops > 0 and cost.weights_bytes == sum(4 * x.size for x in params().values())
     conv = decoding("conv", geometry, session.config, "auto", Noise((1, 2)))
     assert [call.network for call in conv.needs(session.config)] == ["video-decoder"] * 2

@@ -64,9 +64,9 @@ def test_programs_are_kept_for_other_intervals_and_a_warm_up_builds_both(session
 def test_costs_are_those_of_the_parts(sessions):
     """`plan` has a row for each."""
     session = sessions["cuda"]
-    (exact,) = (c for c in session.costs(planned(session).stages) if c.name == "stage1")
+    (exact,) = (c for c in session.memory.costs(planned(session).stages) if c.name == "stage1")
     stages = planned(session, guidance_interval=MIDDLE).stages
-    rows = [c for c in session.costs(stages) if c.name == "stage1"]
+    rows = [c for c in session.memory.costs(stages) if c.name == "stage1"]
     labels = [f"stage1, {part}" for part in ("one branch", "4 branches", "one branch")]
     assert [c.label for c in rows] == labels and [c.steps for c in rows] == [1, 2, 1]
     assert rows[0].flops == rows[2].flops < rows[1].flops == exact.flops

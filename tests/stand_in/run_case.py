@@ -138,7 +138,7 @@ def one(session: RepeatingSession, fields: dict[str, Any], case: dict[str, Any])
     use_loras(session, request)
     try:
         plan = make_plan(session, request)
-        session.require_memory(plan.stages)
+        session.memory.require(plan.stages)
         if case.get("cancel_after"):
             with suppress(Cancelled):
                 run(session, plan, cancelled=cancelled_after(case.pop("cancel_after")))
@@ -150,10 +150,10 @@ def one(session: RepeatingSession, fields: dict[str, Any], case: dict[str, Any])
             except torch.OutOfMemoryError:
                 found["out_of_memory"] = True
         for _ in range(case.get("runs", 1)):
-            session.require_memory(plan.stages)
+            session.memory.require(plan.stages)
             kept = session.backend.device().recorded_bytes
             held = session.weights.held_bytes
-            costs = session.costs(plan.stages, session._held(), kept)
+            costs = session.memory.costs(plan.stages, session.memory._held(), kept)
             planned = max(planned, peak(costs).peak_bytes + kept)
             torch.cuda.reset_peak_memory_stats()
             # What PyTorch keeps for later must be given back for the rest to fit.
@@ -162,10 +162,10 @@ def one(session: RepeatingSession, fields: dict[str, Any], case: dict[str, Any])
                 run(session, plan)
     except InputError as error:
         return found | {"refused": str(error)}
-    costs = session.costs(plan.stages)
+    costs = session.memory.costs(plan.stages)
     return found | {
-        "mode": session.memory_mode,
-        "memory": session.memory_line(plan.stages),
+        "mode": session.memory.mode,
+        "memory": session.memory.line(plan.stages),
         "held_bytes": held,
         "planned_bytes": planned,
         "allowed_bytes": allowed(planned),

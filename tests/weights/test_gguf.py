@@ -23,9 +23,9 @@ from ltx2rt.placement.devices import device_kind
 from ltx2rt.placement.plan import peak
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.plan import make_plan
+from ltx2rt.session.memory import Memory
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.session.session import Session
 from ltx2rt.session.weights import Residence
 from ltx2rt.train.step import Step
 from ltx2rt.weights.checkpoint import open_checkpoint
@@ -479,7 +479,7 @@ def test_a_device_keeps_what_the_file_holds_and_streams_it(apart, monkeypatch):
     clips = []
     one = Residence({"transformer": 1, "text-encoder": 1})
     for residence, host_memory in ((Residence(), None), (one, None), (one, 0)):
-        monkeypatch.setattr(Session, "_ways", lambda self, _, r=residence: [(self.asked, r)])
+        monkeypatch.setattr(Memory, "_ways", lambda self, _, r=residence: [(self.session.asked, r)])
         given = {"device": "cpu", "host_memory": host_memory}
         with ltx2rt.open(apart[0], backend="cuda", **given) as opened:
             clips.append(opened.generate("a robot", pipeline="one-stage", **size))
@@ -510,9 +510,9 @@ def test_an_accelerator_keeps_what_is_stored_where_decoded_weights_do_not_fit(ap
     chosen = []
     for budget in (10**12, 0, 10**12):
         if not budget:
-            budget = peak(session.costs(stages)).peak_bytes - 1
-        assert session.fit(stages, budget)
-        chosen.append((session.options.weights_dtype, session.memory_line(stages)))
+            budget = peak(session.memory.costs(stages)).peak_bytes - 1
+        assert session.memory.fit(stages, budget)
+        chosen.append((session.options.weights_dtype, session.memory.line(stages)))
     assert [dtype for dtype, _ in chosen] == ["bfloat16", None, "bfloat16"]
     said = "memory: weights that are stored in fewer bits are decoded "
     once, every = f"{said}once, while they are loaded", f"{said}in every step"

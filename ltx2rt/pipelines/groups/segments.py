@@ -39,6 +39,7 @@ from ltx2rt.stages.joined import JoinFrames
 from ltx2rt.stages.segments import (
     ColourLock,
     ContinuedSound,
+    JoinSegments,
     Keep,
     PartOfSound,
     Past,
@@ -46,7 +47,6 @@ from ltx2rt.stages.segments import (
     SegmentFile,
     segment_starts,
 )
-from ltx2rt.stages.segments import Segments as JoinSegments
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage

@@ -39,7 +39,7 @@ from ltx2rt.run.segments import check_records, claimed, discard, folder_of
 from ltx2rt.serve.folder import segments_of
 from ltx2rt.serve.worker import attempt
 from ltx2rt.stages.denoise import Denoise
-from ltx2rt.stages.segments import Keep, Segments, segment_starts
+from ltx2rt.stages.segments import JoinSegments, Keep, segment_starts
 from ltx2rt.stages.sound import vocode
 from ltx2rt.weights.files import write_arrays
 from tests.conftest import refused
@@ -169,7 +169,7 @@ def test_both_stages_keep_the_frames_and_the_sound(opened, tmp_path, tiny):
     made(session, asked(tmp_path, "distilled", segments=2))
     (tmp_path / "0001.mov").unlink()
     plan = make_plan(session, asked(tmp_path, "distilled", segments=2))
-    stages = tuple(s for s in plan.stages if not isinstance(s, (Keep, Segments)))
+    stages = tuple(s for s in plan.stages if not isinstance(s, (Keep, JoinSegments)))
     record = produce(session, replace(plan, stages=stages), keep=True)[0].record
     clips = [s for s in stages if s.name in ("stage1", "stage2")]
     sound = pack_audio(record["source.audio"])[0]
@@ -209,7 +209,7 @@ def test_a_long_clip_needs_two_programs_and_the_memory_of_one_segment(opened):
         calls = [call for stage in plan.stages for call in stage.needs(session.config)]
         steps = [call for call in calls if call.network == "guided-step"]
         assert len(steps) == segments and len({call.program for call in steps}) == 2
-        peaks.append(peak(session.costs(plan.stages)).peak_bytes)
+        peaks.append(peak(session.memory.costs(plan.stages)).peak_bytes)
     assert peaks[0] == peaks[1]
 
 
