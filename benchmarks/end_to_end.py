@@ -41,6 +41,8 @@ from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.instruments.compare import PSNR_CAP_DB, correlation, luma, ssim
 from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
+from ltx2rt.pipelines.groups.sound import SoundFrom
+from ltx2rt.pipelines.request import Request
 from ltx2rt.pipelines.two_stage import TwoStage
 from ltx2rt.placement.devices import DeviceKind, device_kinds
 from ltx2rt.run.plan import Plan, make_plan
@@ -222,13 +224,17 @@ def table(facts: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def asked(args: argparse.Namespace) -> Request:
+    """The request; beside a peer its sound is of the second stage, as diffusers' two calls have it."""
+    type_ = pipeline(args.pipeline)
+    request = type_(PROMPT, **given_flags(args, type_))
+    return replace(request, audio_from="stage2") if args.peer and type_.has(SoundFrom) else request
+
+
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     mesh = {"tensor": world} if world > 1 else {}
-    type_ = pipeline(args.pipeline)
-    request = type_(PROMPT, **given_flags(args, type_))
-    if args.peer and request.num_stages > 1:
-        request = replace(request, audio_from="stage2")  # as diffusers' two calls have it
+    request = asked(args)
     with random_session(args.preset, mesh=mesh, **given_flags(args, ModelOptions)) as session:
         plan = make_plan(session, request)
         session.memory.require(plan.stages, warm=True)

@@ -1,5 +1,6 @@
 """The benchmarks run, at toy sizes, and record what they say they do. No time is asserted here."""
 
+import argparse
 import json
 import os
 import re
@@ -338,6 +339,15 @@ def test_diffusers_makes_the_same_clip_on_the_same_tensors(tmp_path, capsys):
     seconds = json.loads(written.read_text())["peer"]["seconds"]
     assert seconds["cuda"]["max"] == max(facts["seconds"]["request"]["runs"])
     assert "x diffusers" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["two-stage", "distilled", "one-stage", "a2v"])
+def test_any_pipeline_is_asked_for_beside_a_peer(name):
+    """Of two stages the second gives the sound, as in diffusers."""
+    args = argparse.Namespace(pipeline=name, peer="diffusers", num_frames=9)
+    assert getattr(end_to_end.asked(args), "audio_from", "stage2") == (
+        "stage1" if name == "one-stage" else "stage2"
+    )
 
 
 def test_the_peer_holds_no_copy_of_our_weights():
