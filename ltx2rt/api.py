@@ -14,6 +14,7 @@ import base64
 import html
 import io
 import os
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -50,7 +51,7 @@ from ltx2rt.run.segments import discard, seed_of
 from ltx2rt.session.open import located, open_session, with_mesh
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.session import Session as Resident
-from ltx2rt.session.stopwatch import Progress
+from ltx2rt.session.stopwatch import Progress, in_notebook
 
 if TYPE_CHECKING:
     from ltx2rt.keywords import ClipKeywords, ModelKeywords
@@ -167,9 +168,10 @@ class Session:
         preview: file as of the command line, or a function that is given small frames, u8[F, H, W,
         3], after the first step and each fourth from there.
 
-        on_progress(progress): after every step. cancelled(): asked after every step and before
-        every tile of the decoder; if it says so in one of several processes, Cancelled is raised in
-        all, and the session is as usable as before. Raises InputError.
+        on_progress(progress): after every step; without it a notebook shows a bar. cancelled(): asked
+        after every step and before every tile of the decoder; if it says so in one of several
+        processes, Cancelled is raised in all, and the session is as usable as before. Raises
+        InputError.
         """
         with self._lock, ExitStack() as during:
             clip = _on_disk(with_sides({**keywords}), during)
@@ -217,8 +219,9 @@ class Session:
         said = filter(None, [run.plan.weights]), run.clip.remarks(session.config)
         for line in chain(*said) if run.is_main else ():
             note(line)
+        shown = sys.stdout if run.is_main and not on_progress and in_notebook(sys.stdout) else None
         with run.kept_in(parts), previewing(session, run.plan, preview) as look:
-            run.make(on_progress=on_progress, cancelled=cancelled, look=look)
+            run.make(shown, on_progress=on_progress, cancelled=cancelled, look=look)
             frames = run.pictures()
             if parts and run.is_main:
                 discard(parts)

@@ -26,7 +26,7 @@ from ltx2rt.run.recording import GrowingClip, high_range, recording
 from ltx2rt.run.report import comment, labels, report_of
 from ltx2rt.run.segments import claimed
 from ltx2rt.session.session import Session
-from ltx2rt.session.stopwatch import Progress, Stopwatch
+from ltx2rt.session.stopwatch import Progress, Stopwatch, in_place
 from ltx2rt.stages.stage import LENGTH, State
 from ltx2rt.system import hold
 
@@ -197,7 +197,7 @@ def produce(
     of the state that say where steps are kept. report() is the dict of `--report`, once the frames
     are taken."""
     work: dict[str, list[float]] = {}
-    shown = on_progress or (stream is not None and stream.isatty())
+    shown = on_progress or in_place(stream)
     for stage in plan.stages if shown else ():
         if costs := session.memory.costs([stage]):
             work.setdefault(stage.name, []).append(sum(float(c.steps * c.flops) for c in costs))

@@ -17,6 +17,17 @@ from ltx2rt.media.output import files_of
 T = TypeVar("T")
 BAR = 24  # characters
 QUIET_S = 30.0  # between two lines of a stage where no bar is shown
+CELL = 96  # characters that a line of a notebook's cell covers
+
+
+def in_notebook(stream: TextIO | None) -> bool:
+    """Whether the stream writes into a cell of Jupyter, Colab or an editor's notebook."""
+    return type(stream).__module__.startswith("ipykernel")
+
+
+def in_place(stream: TextIO | None) -> bool:
+    """Whether a line of the stream may take the place of the line before."""
+    return stream is not None and (stream.isatty() or in_notebook(stream))
 
 
 @dataclass
@@ -43,9 +54,9 @@ class Progress:
 
 @dataclass
 class Stopwatch:
-    """Times stages and shows them: on a terminal a bar, of the whole run if its work is known, and a
-    line for each finished stage; elsewhere, and if `verbose`, also a line when each begins. brief:
-    without these lines, for a run that tells of its segments.
+    """Times stages and shows them: on a terminal and in a notebook a bar, of the whole run if its
+    work is known, and a line for each finished stage; elsewhere, and if `verbose`, also a line when
+    each begins. brief: without these lines, for a run that tells of its segments.
 
     stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told
     of each step. cancelled: whether the caller wants the run to end; agree: whether a process
@@ -72,7 +83,7 @@ class Stopwatch:
         if self.total_work is None:
             self.total_work = sum(self.work.values())
         self.brief = self.brief and not self.verbose
-        self._bars = self.stream is not None and self.stream.isatty()
+        self._bars = in_place(self.stream)
         self._start = self.clock()
         self._done = 0.0  # part of `work` that is done, by stages that have ended
 
@@ -106,11 +117,11 @@ class Stopwatch:
                 self.say(f"{text} ...")
             yield
             return
-        print(f"{singular(text)} ...", end="\r", file=self.stream, flush=True)
+        self._show(f"{singular(text)} ...")
         try:
             yield
         finally:
-            print("\x1b[K", end="", file=self.stream, flush=True)
+            self._show("")
 
     @contextmanager
     def apart(self, account: str, text: str = "") -> Iterator[None]:
@@ -171,8 +182,12 @@ class Stopwatch:
             part, left_s = count / steps, spent_s * (steps - count) / count if count else None
         left = "" if left_s is None else f", {left_s:.0f} s left"
         bar = f"{'#' * round(BAR * part):<{BAR}}"
-        shown = f"{name}: {count} of {steps} {unit} |{bar}| {part:.0%}{left}"
-        print(shown, end="\x1b[K\r", file=self.stream, flush=True)
+        self._show(f"{name}: {count} of {steps} {unit} |{bar}| {part:.0%}{left}")
+
+    def _show(self, line: str) -> None:
+        """Write a line that the next one covers; a notebook knows no command that clears one."""
+        covered = line.ljust(CELL) if in_notebook(self.stream) else f"{line}\x1b[K"
+        print(covered, end="\r", file=self.stream, flush=True)
 
     def _part(self, stage: str, count: int, steps: int) -> tuple[float, float | None]:
         """The fraction of the run that is done, and the estimated seconds left."""

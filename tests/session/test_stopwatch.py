@@ -109,8 +109,20 @@ def test_a_terminal_shows_a_bar_and_keeps_only_what_has_ended():
     with watch.stage("decode", 16, "frames") as done:
         done(8)
         assert "decode: 0 of 16 frames" in watch.stream.getvalue()
-    assert "loading ...\r\x1b[K" in watch.stream.getvalue()
-    assert watch.stream.getvalue().endswith("\x1b[Kdecode: 0.00 s (8 frames)\n")
+    assert "loading ...\x1b[K\r\x1b[K\r" in watch.stream.getvalue()
+    assert watch.stream.getvalue().endswith("\x1b[K\rdecode: 0.00 s (8 frames)\n")
+
+
+def test_a_notebook_shows_the_bar_and_covers_it_by_blanks():
+    """Its page reads no command that clears a line."""
+    cell = type("OutStream", (io.StringIO,), {"__module__": "ipykernel.iostream"})()
+    watch = Stopwatch(stream=cell, clock=Clock())
+    with watch.stage("decode", 16, "frames") as done:
+        done(8)
+    lines = watch.stream.getvalue().split("\r")
+    assert "8 of 16 frames |############            | 50%" in lines[2]
+    assert lines[-2].isspace() and len({len(line) for line in lines[:-1]}) == 1
+    assert lines[-1] == "decode: 0.00 s (8 frames)\n"
 
 
 def test_a_bar_is_that_of_the_whole_clip_where_its_work_is_known():
