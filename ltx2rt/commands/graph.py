@@ -65,7 +65,7 @@ def component_graph(
         )
     row = CATALOG["guided-step" if name == LOOP else name]
     for part in row.parts:
-        if getattr(config, part) is None:
+        if config.part(part) is None:
             raise InputError(f"no {PARTS[part].word} was found; pass one with {PARTS[part].flag}")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)
     graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)

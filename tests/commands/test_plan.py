@@ -154,6 +154,14 @@ def test_graph_prints_the_placed_graph(command):
     assert guided.count("= all_reduce(") == 2 * 7
 
 
+def test_graph_prints_a_network_that_later_releases_alone_have(command):
+    flags = "graph diffusion-features --width 768 --height 64 --num-frames 9 --preset".split()
+    status, text, _ = command(*flags, "tiny-2.5")
+    assert status == 0 and "neighbourhood_attention" in text
+    status, _, err = command(*flags, "tiny-2.3")
+    assert status == 2 and "pass one with --video-vae" in err
+
+
 def test_json_names_the_collective_of_every_node(command):
     flags = "--preset tiny-2.3 --width 64 --height 64 --num-frames 9 --format json".split()
     _, out, _ = command("graph", "transformer", *flags, "--tp-size", 2)
