@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from math import ceil, prod
+from math import prod
 from typing import Any, ClassVar
 
 from ltx2rt.errors import InputError
@@ -248,12 +248,6 @@ class UpsamplerConfig:
     @property
     def kind(self) -> str:
         return "x2 temporal" if self.temporal else f"x{float(self.scale):g} spatial"
-
-    def output_grid(self, frames: int, rows: int, columns: int) -> tuple[int, int, int]:
-        """Latent frames (2f - 1 in time), rows and columns of the output, rounded up."""
-        if self.temporal:
-            return 2 * frames - 1, rows, columns
-        return frames, ceil(rows * self.scale), ceil(columns * self.scale)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import pytest
 from ltx2rt.config import ConnectorConfig, Gemma4Config, GemmaConfig, TextConfig, TransformerConfig
 from ltx2rt.graph import Graph
 from ltx2rt.graph.interpret import interpret
-from ltx2rt.models import guided_step, text_encoder, transformer
+from ltx2rt.models import diffusion_decoder, guided_step, text_encoder, transformer
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.weights.presets import preset
@@ -43,13 +43,15 @@ class Case:
         return cls(network, graph, random_params(graph), inputs)
 
     @classmethod
-    def drawn(cls, graph: Graph, feeds: dict[str, np.ndarray] | None = None) -> Case:
+    def drawn(
+        cls, graph: Graph, feeds: dict[str, np.ndarray] | None = None, network: str = "transformer"
+    ) -> Case:
         """Inputs that `feeds` lacks are drawn, of integers zeros and ones."""
         rng, drawn = np.random.default_rng(0), {}
         for name, v in graph.inputs.items():
             x = rng.standard_normal(v.type.shape, np.float32)
             drawn[name] = np.int32(x > 0) if v.type.dtype == "int32" else x
-        return cls.of("transformer", graph, drawn | (feeds or {}))
+        return cls.of(network, graph, drawn | (feeds or {}))
 
     @cached_property
     def expected(self) -> dict[str, np.ndarray]:
@@ -175,7 +177,14 @@ def text(generation: str, dtype: str) -> Case:
     return Case.of("text-encoder", graph, feeds)
 
 
-BUILDERS = {"guided": guided, "forward": forward, "text": text}
+def features(generation: str, dtype: str) -> Case:
+    """Of the diffusion decoder, in 12 slabs of one column and its neighbours."""
+    decoder = diffusion_decoder.config_of(preset(f"tiny-{generation}").config)
+    graph = diffusion_decoder.trace_features(decoder, 1, 1, 2, 12, 12, dtype)
+    return Case.drawn(graph, network="diffusion-features")
+
+
+BUILDERS = {"guided": guided, "forward": forward, "text": text, "features": features}
 MASKED = "masked-2.3"
 STEPS = (
     pytest.param("forward-2.0", marks=pytest.mark.long),
@@ -183,7 +192,7 @@ STEPS = (
 )
 TWO_AXES = pytest.param({"tensor": 2, "sequence": 2}, marks=pytest.mark.long)
 NAMES = (
-    *(f"{kind}-{generation}" for kind in BUILDERS for generation in ("2.0", "2.3")),
+    *(f"{k}-{generation}" for k in ("guided", "forward", "text") for generation in ("2.0", "2.3")),
     *("guided-2.5", "text-2.5"),
 )
 

@@ -68,9 +68,10 @@ def component_graph(
         if config.part(part) is None:
             raise InputError(f"no {PARTS[part].word} was found; pass one with {PARTS[part].flag}")
     geometry = Geometry.of(config, clip.width, clip.height, clip.num_frames, clip.fps)
-    graph = row.trace(config, row.sizes(config, geometry, branches), row.dtype or dtype)
     placement = Placement(profile_of(profile, DEFAULT_KIND, mesh), mesh, weights_dtype)
     placement = placement.of(branches) if row.branches else placement.text
+    sizes = row.shared(row.sizes(config, geometry, branches), placement.sharing(row.rules))
+    graph = row.trace(config, sizes, row.dtype or dtype)
     if name == LOOP:
         return placement.loop(graph, config.release.steps)
     return placement.local(graph, row.rules)

@@ -39,7 +39,8 @@ class Network:
     parts: parts of the checkpoint with its tensors. trace(config, sizes, dtype): its graph.
     sizes(config, geometry, branches): the `sizes` of a whole clip. rules: the network that gives it
     weights and placement. branches: guidance branches in its sizes, None if its mesh is
-    not a stage's. dtype: its own whatever the run's is.
+    not a stage's. dtype: its own whatever the run's is. shared(sizes, devices): the sizes where so
+    many devices share it.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Network:
     branches: Callable[[Any], int] | None = None
     dtype: str | None = None
     partial: Callable[[Any], str] = lambda sizes: ""
+    shared: Callable[[Any, int], Any] = lambda sizes, devices: sizes
 
 
 def _sized(
@@ -146,6 +148,7 @@ CATALOG = {
                 diffusion_decoder.config_of(c), s[0], *s[2:], dtype
             ),
             lambda c, g, branches: g.video_shape, "diffusion-features",
+            shared=lambda s, devices: (*s, devices),
         ),
         Network(
             "diffusion-decoder", ("diffusion_decoder",),

@@ -27,6 +27,7 @@ from ltx2rt.models.geometry import pixel_frames
 from ltx2rt.models.video_vae import depth_to_space, patchify, unnormalise, unpatchify
 
 GRID = ("frames", "rows", "columns")
+SLABS = "slabs"  # one of each device, along the batch
 LAST = ("B", *GRID, "channels")
 BORDERS = ("chunked", "plain")
 NORM_EPS, ROPE_THETA = 1e-6, 10000.0
@@ -36,6 +37,7 @@ NUM_ROWS = 7
 MLP_RATIO, MLP_MULTIPLE = 4, 16
 # at once: of a clip of 3 million tokens the MLP's middle would be larger than all else together
 MLP_TOKENS = 2**18
+LARGEST_SLAB = 0.75  # share of a side; larger ones save too little
 
 
 @dataclass(frozen=True)
@@ -160,9 +162,16 @@ def whole(
 
 @traced("diffusion-features")
 def trace_features(
-    o: Ops, config: DiffusionDecoderConfig, batch: int, frames: int, rows: int, columns: int
+    o: Ops,
+    config: DiffusionDecoderConfig,
+    batch: int,
+    frames: int,
+    rows: int,
+    columns: int,
+    devices: int = 1,
 ) -> dict[str, Term]:
-    """`latent` float32 (B, channels, frames, rows, columns) -> `features`, channels last."""
+    """`latent` float32 (B, channels, frames, rows, columns) -> `features`, channels last. devices:
+    how many share the work, by `in_slabs`."""
     sizes = {"frames": frames, "rows": rows, "columns": columns}
     latent = o.input("latent", "float32", B=batch, channels=config.latent_channels, **sizes)
     (first, last), *around = padding(config, (frames, rows, columns))
@@ -172,7 +181,7 @@ def trace_features(
     o = o.under("vae.decoder")
     x = o.linear(x, "conv_in", {"channels": config.channels[0]})
     for i in range(len(config.strides) - 1):
-        x = upsample(o.under(f"upsamples.{i}"), blocks(o, x, config, i), config, i)
+        x = upsample(o.under(f"upsamples.{i}"), in_slabs(o, x, config, i, devices), config, i)
         x = o.slice(x, axis="frames", start=1) if config.strides[i][0] == 2 else x
     return {"features": x}
 
@@ -222,6 +231,26 @@ def blocks(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int) -> Term:
         return {"x": x + mlp(o, norm(o, x, "norm2"))}, {}
 
     return o.repeat(block, config.depths[stage], {"x": x}, prefix=f"det_stages.{stage}.*.")[0]["x"]
+
+
+def in_slabs(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int, devices: int) -> Term:
+    """Run `blocks` on one slab of the longer side for each device: its share, and beyond it as many
+    tokens as attention sees in all blocks, so that the share is as in the whole. Where a
+    slab would be nearly all, each device computes all."""
+    axis = max(GRID[1:], key=x.type.size)
+    length, reach = x.type.size(axis), config.windows[stage][GRID.index(axis)] // 2
+    halo = config.depths[stage] * reach
+    size = -(-length // devices) + 2 * halo
+    if devices > length or size > LARGEST_SLAB * length:
+        return blocks(o, x, config, stage)
+    cuts = [i * length // devices for i in range(devices + 1)]
+    starts = [min(max(cut - halo, 0), length - size) for cut in cuts[:-1]]
+    slabs = [o.slice(x, axis=axis, start=at, stop=at + size) for at in starts]
+    y = blocks(o, o.rename(o.concat(*slabs, axis="B"), names={"B": SLABS}), config, stage)
+    y = o.split(y, axis=SLABS, into={"devices": devices, "B": x.type.size("B")})
+    made = zip(o.each(y, "devices"), starts, cuts, cuts[1:], strict=False)
+    parts = [o.slice(y, axis=axis, start=i - at, stop=end - at) for y, at, i, end in made]
+    return o.concat(*parts, axis=axis)
 
 
 def denoise(o: Ops, x: Term, context: Term, config: DiffusionDecoderConfig, border: str) -> Term:

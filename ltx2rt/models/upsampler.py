@@ -19,7 +19,8 @@ BLUR_SIZE = 5  # binomial
 def trace(
     o: Ops, config: UpsamplerConfig, batch: int, frames: int, rows: int, columns: int
 ) -> dict[str, Term]:
-    """`latent` float32 (B, channels, frames, rows, columns) -> on `config.output_grid`."""
+    """`latent` float32 (B, channels, frames, rows, columns) -> 2f - 1 frames, or more rows and
+    columns, rounded up."""
     sizes = {"frames": frames, "rows": rows, "columns": columns}
     latent = o.input("latent", "float32", B=batch, channels=config.in_channels, **sizes)
     x = o.cast(unnormalise(o, latent), dtype=o.dtype)

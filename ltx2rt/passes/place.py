@@ -16,7 +16,7 @@ another. Tokens that do not divide are padded at the end; where a device has all
 padding out, where it has a part it masks it.
 
 Batch (`B`, the guidance branches): enters a repeat cut as tokens do; no op mixes samples, so
-nothing is communicated until the output projection gathers them.
+nothing is communicated until the output projection gathers them. Slabs of a decoder do the same.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ POINTWISE = {
     "div", "affine",
     "clamp", "leaky_relu", "cast", "select", "modulate", "rope", "transpose", "stack",
 }  # fmt: skip
-TOKENS, BATCH = ("tokens", "audio_tokens"), "B"
-MOVED = (*TOKENS, BATCH)  # axes that move between devices instead of being a weight's
+TOKENS, BATCH, SLABS = ("tokens", "audio_tokens"), "B", "slabs"
+MOVED = (*TOKENS, BATCH, SLABS)  # axes that move between devices instead of being a weight's
 KEYS = {"keys": "tokens", "audio_keys": "audio_tokens"}  # names of key tokens of a bias
 MASKED = -1e30  # added to the score of a padded key
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import reduce
+from math import prod
 from typing import Any
 
 from ltx2rt.errors import InputError
@@ -79,6 +80,10 @@ class Placement:
         if network == "transformer" or not several.keys().isdisjoint({*rules.values(), FSDP}):
             return *sorted(rules.items()), *several.items()
         return ()
+
+    def sharing(self, network: str) -> int:
+        """The number of devices that a network is cut over."""
+        return prod(self.mesh.values()) if self.cuts(network) else 1
 
     def rules(self, network: str, weights: bool) -> Rules:
         """Axis to mesh axis: of weights that are gathered when used, or of all else."""

@@ -2,8 +2,8 @@
 each is meant for.
 
 One registry for both backends. A network that a profile does not name is replicated: the VAE,
-vocoder and upsampler weights always are, and their tiles are spread instead. The text encoder runs
-positive and negative prompt in one batch.
+vocoder and upsampler weights always are, and their tiles are spread instead, or slabs of
+their inputs. The text encoder runs positive and negative prompt in one batch.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class Profile:
 SPLIT = {
     "transformer": HEADS_AND_FF | {"tokens": "sequence", "B": "guidance"} | EMBED,
     "text-encoder": HEADS_AND_FF,
+    "diffusion-features": {"slabs": "tensor"},
 }
 
 PROFILES = {

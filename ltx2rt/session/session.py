@@ -126,7 +126,7 @@ class Session:
             keep_bytes=self.weights.residence.keep_bytes,
             adapters=self.weights.adapters(call),
         )
-        sizes = call.sizes
+        sizes = call.row.shared(call.sizes, placement.sharing(call.row.rules))
         if call.steps is not None:
             sizes = replace(sizes, videos=sizes.videos // placement.mesh.get("data", 1))
         return placed(self.traced(call, sizes), placement, call.row.rules, call.slots)

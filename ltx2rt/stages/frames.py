@@ -231,7 +231,7 @@ class DiffusionFrames(Frames):
         super().run(session, state, watch)
 
     def _pixels(self, config: DiffusionDecoderConfig) -> tuple[int, int, int]:
-        """Frames, rows and columns that all tiles make, before what was padded is cut off."""
+        """Frames, rows and columns that all tiles make, before the padding is cut off."""
         return diffusion_decoder.whole(config, 1, self.geometry.grid).pixels(config)
 
     def _shape(

@@ -65,9 +65,10 @@ RUNS = {
         *(Run(name, "bfloat16") for name in ("guided-2.0", "guided-2.3", "text-2.3")),
         Run("guided-2.0", lora=True),
         Run("guided-2.3", halved=True),
+        Run("features-2.5"),
     ],
     # JAX takes seconds to compile one.
-    "tpu": [Run("guided-2.3"), Run("text-2.0"), Run("text-2.5")],
+    "tpu": [Run("guided-2.3"), Run("text-2.0"), Run("text-2.5"), Run("features-2.5")],
 }
 
 

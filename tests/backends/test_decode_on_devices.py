@@ -1,5 +1,5 @@
-"""Each device decodes its own latents with whole weights, and nothing communicates. Run as a
-script, on virtual devices, it prints what the tests look at."""
+"""Each device decodes its own latents with whole weights, and nothing communicates; features are
+computed in slabs. Run as a script, on virtual devices, it prints facts that the tests look at."""
 
 import json
 import re
@@ -7,14 +7,22 @@ import re
 import numpy as np
 
 from ltx2rt.backend import get_backend
+from ltx2rt.graph.ir import Graph
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.models import video_vae
+from ltx2rt.models import diffusion_decoder, video_vae
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.weights.presets import preset
 from tests.parity import ArraySource, random_params, relative_l2
 from tests.virtual import on_devices
 
 DEVICES = 4
 HLO = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
+
+
+def features(slabs: int) -> Graph:
+    config = diffusion_decoder.config_of(preset("tiny-2.5").config)
+    return diffusion_decoder.trace_features(config, 1, 2, 3, 8, slabs, "float32")
 
 
 def main() -> None:
@@ -39,6 +47,15 @@ def main() -> None:
         assert len(frames) == count
         distances[count] = max(relative_l2(a, b) for a, b in zip(frames, alone, strict=False))
     compiled_by_calls = several.num_built - ahead
+    whole, cut = features(1), features(DEVICES)
+    cut = Placement(PROFILES["trillium"], several.mesh).text.local(cut, "diffusion-features")
+    assert any(node.op == "all_gather" for node in cut.nodes)
+    source, x = ArraySource(random_params(whole)), {"latent": np.concatenate(latents, -1)}
+    made = (
+        b.to_host(b.lower(g)(b.load([g], source), x)["features"])
+        for b, g in ((one, whole), (several, cut))
+    )
+    distances["features"] = relative_l2(*made)
     taken: list[int] = []
     calls = ((spread, held, {"latent": latents[taken.append(i) or 0]}) for i in range(20))
     results = several.each(calls, "frames")
@@ -64,7 +81,7 @@ def test_devices_decode_apart_by_one_program_with_whole_weights():
     # a program from the disk does not say what it consists of
     facts = json.loads(on_devices(DEVICES, __file__, JAX_ENABLE_COMPILATION_CACHE="false"))
     # the same program on the same kind of device
-    assert max(facts["distances"].values()) <= 1e-6 and len(facts["distances"]) == 3
+    assert max(facts["distances"].values()) <= 1e-6 and len(facts["distances"]) == 4
     assert facts["taken"] == 2 * DEVICES, "a reader that stops leaves one batch under way"
     assert facts["compilations"] == 1 and facts["compiled_by_calls"] == 0, "it was compiled ahead"
     assert facts["replicated"] and all(facts["replicated"])

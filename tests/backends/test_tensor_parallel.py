@@ -134,17 +134,21 @@ def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, ru
         if node.op == "all_reduce":
             op = "all_reduce_coalesced" if len(node.inputs) > 1 else "all_reduce"
             planned[f"{op} torch.{node.inputs[0].type.dtype}"] += times
+        elif node.op == "all_gather":
+            planned[f"all_gather_into_tensor torch.{node.inputs[0].type.dtype}"] += times
     for rank in did(torch_ranks, devices):
         assert rank["executed"][str(run)] == planned
 
 
 @pytest.mark.parametrize(("run", "devices"), runs("tpu", "float32"))
-def test_jax_traces_the_sums_of_the_plan_and_no_other_collective(jax_devices, run, devices):
+def test_jax_traces_the_collectives_of_the_plan_and_no_others(jax_devices, run, devices):
     """JAX makes a psum of each operand; a scan's body is there once."""
-    graph = case(run.name, run.dtype).on(devices)
-    nodes = [node for node, _ in graph.walk() if node.op == "all_reduce"]
+    names, planned = {"all_reduce": "psum", "all_gather": "all_gather"}, Counter()
+    for node, _ in case(run.name, run.dtype).on(devices).walk():
+        planned[names.get(node.op)] += len(node.inputs)
+    del planned[None]
     traced = json.loads((jax_devices / f"tpu-{devices}.json").read_text())[str(run)]
-    assert nodes and traced == {"psum": sum(len(node.inputs) for node in nodes)}
+    assert planned and traced == planned
 
 
 @pytest.mark.parametrize("generation", ("2.0", "2.3"))

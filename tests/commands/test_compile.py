@@ -18,7 +18,7 @@ from ltx2rt.instruments.ahead import COMPILED, Compilation, Target, compile_job,
 from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
-from ltx2rt.placement.cost import traffic
+from ltx2rt.placement.cost import flops, traffic
 from ltx2rt.session.options import ModelOptions
 from tests.conftest import read_by, refused
 
@@ -184,6 +184,18 @@ def test_a_part_of_the_diffusion_decoder_implies_it(decoder):
     words = ["compile", *flags(preset="tiny-2.5", pipeline="distilled", component=decoder)]
     (cell,) = job_of(parser().parse_args(list(map(str, words)))).cells
     assert cell.component == decoder
+
+
+def test_devices_share_the_features_of_a_clip():
+    """In four slabs: a quarter each, and the tokens that attention sees beside it."""
+    words = {"preset": "tiny-2.5", "pipeline": "distilled", "component": "diffusion-features"}
+    words, graphs = list(map(str, flags(width=768, **words))), []
+    for devices in (1, 4):
+        words[1] = f"v6e-{devices}"
+        (cell,) = job_of(parser().parse_args(["compile", *words])).cells
+        graphs.append(cell.graph)
+    whole, slab = map(flops, graphs)
+    assert slab < 0.6 * whole and any(node.op == "all_gather" for node in graphs[1].nodes)
 
 
 @pytest.mark.parametrize("changes,words", [

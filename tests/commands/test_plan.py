@@ -157,7 +157,9 @@ def test_graph_prints_the_placed_graph(command):
 def test_graph_prints_a_network_that_later_releases_alone_have(command):
     flags = "graph diffusion-features --width 768 --height 64 --num-frames 9 --preset".split()
     status, text, _ = command(*flags, "tiny-2.5")
-    assert status == 0 and "neighbourhood_attention" in text
+    assert status == 0 and "neighbourhood_attention" in text and "all_gather" not in text
+    status, text, _ = command(*flags, "tiny-2.5", "--mesh", "sequence=4,tensor=2")
+    assert status == 0 and text.count("= all_gather(") == 3  # of every stage's slabs
     status, _, err = command(*flags, "tiny-2.3")
     assert status == 2 and "pass one with --video-vae" in err
 

@@ -13,6 +13,8 @@ from ltx2rt.graph import Graph
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
 from ltx2rt.placement.cost import activation_bytes, flops
+from ltx2rt.placement.placement import Placement
+from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.weights.audit import audit
 from ltx2rt.weights.configs.diffusion_decoder import diffusers_json
 from ltx2rt.weights.names import QKV, to_diffusers
@@ -91,6 +93,32 @@ def decode(kind, latent, noise, border, dtype="float32") -> np.ndarray:
 def test_decoder_is_diffusers(kind):
     # Summation order only: 3e-6 was reached.
     assert relative_l2(decode(kind, *drawn(SMALL), "plain"), exact(SMALL)) <= 1e-5
+
+
+@pytest.mark.parametrize("grid", [(2, 3, 20), (2, 20, 3)])
+def test_features_in_slabs_are_those_of_one_device(grid):
+    """Cut along the longer side, in every stage; along the clip's borders, too."""
+    latent = normal(1, 16, *grid)
+    one, *cut = (
+        diffusion_decoder.trace_features(CONFIG, 1, *grid, devices, "float32")
+        for devices in (1, 2, 7)
+    )
+    expected = run_graph("cuda", one, reference()[1], {"latent": latent})["features"]
+    axis = max(("rows", "columns"), key=one.outputs["features"].type.size)
+    for graph in cut:
+        stages = [node.outputs[0].type for node in graph.nodes if node.op == "repeat"]
+        assert max(type.size(axis) for type in stages) <= 24  # of 20 and 40
+        found = run_graph("cuda", graph, reference()[1], {"latent": latent})["features"]
+        assert relative_l2(found, expected) <= 1e-6
+
+
+@pytest.mark.parametrize("size,share", [((34, 60), 0.46), ((16, 24), 0.93)])
+def test_eight_devices_share_the_released_features(size, share):
+    """A clip of 1920x1088 in slabs of all stages, one of 768x512 in those of the last."""
+    whole = diffusion_decoder.trace_features(RELEASED, 1, 16, *size, "bfloat16")
+    cut = diffusion_decoder.trace_features(RELEASED, 1, 16, *size, 8, "bfloat16")
+    local = Placement(PROFILES["trillium"], {"tensor": 8}).local(cut, "diffusion-features")
+    assert flops(local) <= share * flops(whole)
 
 
 def in_slabs(x: torch.Tensor, width: int, halo: int) -> list[torch.Tensor]:

@@ -69,7 +69,7 @@ def test_upsampler_is_diffusers(name, frames, out, kind):
     latent[1] = 0.02 * latent[1] + 3
     graph = upsampler.trace(UPSAMPLERS[name], 2, frames, 3, 5, "float32")
     found = run_graph(kind, graph, params, {"latent": latent})["latent"]
-    assert found.shape[2:] == out == UPSAMPLERS[name].output_grid(frames, 3, 5)
+    assert found.shape[2:] == out
     for mine, reference_sample in zip(found, expected(model, params, latent), strict=True):
         # Summation order only.
         assert relative_l2(mine, reference_sample) <= 1e-5

@@ -37,7 +37,7 @@ GOLDEN = Path(__file__).parent / "golden" / "tiny-2.3-block-tp2.txt"
 ALL_BRANCHES = guided_step.Branches(True, True, True)
 
 
-# Ops whose operands no profile cuts: a graph that does so is refused.
+# Ops whose operands no profile cuts but into samples or slabs: a graph that does so is refused.
 WHOLE = set(
     """
     at axial_rope concat conv conv_transpose dropout expand full group_norm layer_norm max mean merge
@@ -75,7 +75,7 @@ def reduces(graph: Graph) -> Counter:
 
 
 @pytest.mark.parametrize("devices", [2, 3, pytest.param(4, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "features-2.5"])
 def test_placed_graph_has_the_values_and_tensors_of_one_device(name, devices):
     """Where a size does not divide over 4, the attention stays whole and the result right."""
     one = case(name)
