@@ -30,7 +30,7 @@ from ltx2rt_tpu.lower import run
 from ltx2rt_tpu.ops import ON_TPU, OPS
 from ltx2rt_tpu.ops.arrays import ONCE
 from ltx2rt_tpu.ops.exchanges import BY_PAIRS, HEADS_BY_PAIRS
-from ltx2rt_tpu.ops.products import linear_once
+from ltx2rt_tpu.ops.products import ONCE_ON_V6E
 from ltx2rt_tpu.roll import parts, roll
 from ltx2rt_tpu.weights import Weights, abstract_weights, is_streamed, weight_specs, weights_on
 
@@ -331,8 +331,7 @@ class Loop(Ahead):
         self.parts, self.ops = taken_apart(halved), ops_for(place)
         options, before = (compiler_options(g, place) for g in (graph, self.parts.before))
         if is_tpu(place):
-            once = {"linear": linear_once} if waits_for_exchanges(place) else ONCE
-            self.ops = self.ops | once
+            self.ops = self.ops | (ONCE_ON_V6E if waits_for_exchanges(place) else ONCE)
         if halved is not graph:
             options = options | ASYNC
             if waits_for_exchanges(place):

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 from ltx2rt_tpu.ops import ON_TPU, OPS
-from ltx2rt_tpu.ops.products import linear_once
+from ltx2rt_tpu.ops.products import ONCE_ON_V6E, linear_once, modulate_once
 from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled, compilations
 
 from ltx2rt.backend import get_backend
@@ -305,7 +305,8 @@ def test_a_tpu_runs_its_own_form_of_an_op(kind):
     for program in programs:
         for name, function in ON_TPU.items():
             assert program.ops[name] is (function if platform == "tpu" else OPS[name]), name
-    assert (programs[0].ops["linear"] is linear_once) == (kind == "TPU v6 lite")
+    ops = programs[0].ops
+    assert (ops | ONCE_ON_V6E == ops) == (kind == "TPU v6 lite")
 
 
 @pytest.mark.parametrize("tokens,barriers", [(4096, 1), (4095, 0), (2**16, 1), (2**16 + 1, 0)])
@@ -322,6 +323,18 @@ def test_v6e_computes_what_a_large_product_reads_once(tokens, barriers):
     assert np.array_equal(found[0], expected[0])
     for slope, other in zip(found[1](found[0]), expected[1](expected[0]), strict=True):
         assert np.array_equal(slope, other)
+
+
+@pytest.mark.parametrize("tokens,barriers", [(2**16, 0), (2**16 + 1, 1)])
+def test_v6e_modulates_a_large_norm_once(tokens, barriers):
+    """Bit for bit the same."""
+    rng = np.random.default_rng(0)
+    x, *rows = (jnp.asarray(rng.normal(size=(n, 128)), jnp.bfloat16) for n in (tokens, 1, 1))
+    ours, plain = (
+        functools.partial(f, views=[(1, 128)] * 2) for f in (modulate_once, OPS["modulate"])
+    )
+    assert str(jax.make_jaxpr(ours)(x, *rows)).count("optimization_barrier") == barriers
+    assert np.array_equal(ours(x, *rows), plain(x, *rows))
 
 
 def on_devices(*words) -> dict:

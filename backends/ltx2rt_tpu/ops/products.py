@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY
+from ltx2rt_tpu.ops.arrays import modulate
 from ltx2rt_tpu.ops.table import op, precision
 
 # Sizes of operands that v6e computes once. Smaller ones take no time; of larger ones, XLA fuses the GELU
@@ -32,6 +33,16 @@ def linear_once(x: Array, *operands: Array, **how: Any) -> Array:
     least, most = ONCE_BYTES
     x = lax.optimization_barrier(x) if least <= x.nbytes <= most else x
     return linear(x, *operands, **how)
+
+
+def modulate_once(x: Array, *rows: Array, **how: Any) -> Array:
+    """Modulate once a norm that is too large for `linear_once`: no product is in front of it, which
+    could take it in as it does a GELU."""
+    y = modulate(x, *rows, **how)
+    return lax.optimization_barrier(y) if y.nbytes > ONCE_BYTES[1] else y
+
+
+ONCE_ON_V6E = {"linear": linear_once, "modulate": modulate_once}
 
 
 def quantise_rows(x: Array) -> tuple[Array, Array]:
