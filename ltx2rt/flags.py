@@ -138,7 +138,7 @@ def flags_of(group: str) -> Callable[..., Any]:
 
 
 def reader(f: Field) -> Callable[[Any], Any]:
-    """What reads the flag's text: its parser, else the field's type, or the type of its items.
+    """The reader of the flag's text: its parser, else the field's type, or the type of its items.
     Raises TypeError for a type that needs a parser."""
     if own := f.metadata["flag"].parse:
         return own

@@ -207,9 +207,14 @@ def pytest_configure(config) -> None:
     config.pluginmanager.register(LongestFirst(lasted))
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items) -> None:
-    """Without jax, tests are skipped that name it or its backend: in parameters, their text or that
-    of a fixture."""
+    """Mark the tests of long_tests.txt, which `tests.choose` writes, as `long`. Without jax, tests
+    are skipped that name it or its backend: in parameters, their text or that of a fixture."""
+    long = set((ROOT / "tests" / "long_tests.txt").read_text().splitlines())
+    for item in items:
+        if item.nodeid in long:
+            item.add_marker(pytest.mark.long)
     if find_spec("jax"):
         return
     for item in items:

@@ -1,4 +1,4 @@
-"""From the fields of a request to a job that will run: what the command line refuses is refused.
+"""From the fields of a request to a job that will run: refuses as the command line does.
 
 The run is planned on a backend that has the replica's memory and runs nothing. No field names a
 file: images, sounds and videos come as bytes, LoRAs by the names that the server gives them.
