@@ -4,11 +4,13 @@ that can run it."""
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from itertools import combinations
 from pathlib import Path
 
 import av
@@ -161,6 +163,42 @@ def test_each_workflow_makes_its_clip(queue, name):
     written = [path for path in queue.folder.rglob("*") if path.is_file()]
     holding = [path.name for path in written if TOKEN.encode() in path.read_bytes()]
     assert sorted(holding) == ["token", "tokens"]
+
+
+READY = "window.app?.graph && window.app.extensionManager"
+SEEN = """async (workflow) => {
+  await app.loadGraphData(workflow)
+  await new Promise(done => setTimeout(done, 3000))  // nodes grow by what they load
+  const scale = app.canvas.ds.scale, drawn = id => document.querySelector(`[data-node-id="${id}"]`)
+  const size = (node, box) => box ? [box.width / scale, box.height / scale] : [...node.size]
+  const place = node => [...node.pos, ...size(node, drawn(node.id)?.getBoundingClientRect())]
+  return [(await app.graphToPrompt()).output, app.graph._nodes.map(place)]
+}"""
+
+
+@pytest.mark.parametrize("nodes_2", [False, True])
+def test_the_page_reads_each_workflow_file(comfy, folder, nodes_2):
+    """Its widgets get the values of the API's file, and no node lies over another."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    if not (browser := shutil.which("chromium") or shutil.which("google-chrome")):
+        pytest.skip("there is no chromium here")
+    files = sorted((ROOT / "examples/comfyui/workflows").glob("*_api.json"))
+    with playwright.sync_playwright() as play:
+        page = play.chromium.launch(executable_path=browser, args=["--no-sandbox"]).new_page()
+        for _ in range(2):  # the setting holds from the next start on
+            page.goto(comfy)
+            page.wait_for_function(READY)
+            page.evaluate(
+                f"app.ui.settings.setSettingValueAsync('Comfy.VueNodes.Enabled', {int(nodes_2)}==1)"
+            )
+        for file in files:
+            saved = json.loads(file.with_name(file.name.replace("_api", "")).read_text())
+            graph, places = page.evaluate(SEEN, saved)
+            for key, node in json.loads(file.read_text()).items():
+                assert graph[key]["inputs"] == graph[key]["inputs"] | node["inputs"], file.name
+            for (x, y, wide, high), (x2, y2, wide2, high2) in combinations(places, 2):
+                apart = x + wide <= x2 or x2 + wide2 <= x or y + high <= y2 or y2 + high2 <= y
+                assert apart, (file.name, places)
 
 
 def test_an_equal_task_is_not_made_again(queue):

@@ -29,6 +29,7 @@ from urllib.request import HTTPErrorProcessor, Request, build_opener
 POLL_S = 0.5
 ANSWER_S = 30.0  # for one answer, and the time that its bytes may take
 CANCEL_S = 5.0
+LIST_S = 2.0  # for the names in the lists of a page, which waits for them
 CHECKED = 4  # times as long for a request with files, which the server decodes
 ABSENT_S = 10.0  # before the first answer of a task
 AWAY_S = 120.0  # a server that is back within this time goes on with its jobs
@@ -267,7 +268,7 @@ class Server:
             self._ask("POST", path, b"", away_s=0, answer_s=CANCEL_S)
 
     def limits(self) -> dict[str, Any]:
-        return self._object(self._ask("GET", "/v1/limits", away_s=0))
+        return self._object(self._ask("GET", "/v1/limits", away_s=0, answer_s=LIST_S))
 
     def is_ready(self, wait: Wait = quiet) -> bool:
         try:

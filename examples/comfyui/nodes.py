@@ -6,11 +6,11 @@ so that its own sentence is the node's error.
 
 from __future__ import annotations
 
-import asyncio
 import io as bytes_io
 import json
 import os
 import shutil
+import time
 import tomllib
 import wave
 from collections.abc import Callable, Iterator
@@ -44,40 +44,38 @@ OF_OTHER_NODES = {
     "upscale",
 }  # files of their pipelines
 FRAMES, SOUND = 1, 2  # outputs of a task
+FRESH_S = 10.0
 seen: dict[str, Server] = {}  # servers of this process's graphs, the latest last
+latest: dict[
+    str, tuple[float, list[dict[str, Any]]]
+] = {}  # the time that their limits were read at, and these
 
 
 def names(kind: str) -> list[str]:
     """LoRAs, or pipelines of *Text or images*, of the servers that graphs have named; of the usual
-    address before the first."""
+    address before the first. Asks again after FRESH_S; a silent server has LIST_S to answer."""
+    asked_s, limits = latest.get("limits", (-FRESH_S, []))
+    if time.monotonic() - asked_s > FRESH_S:
+        limits = []
+        for server in list(seen.values()) or [Server(ADDRESS, partial(read_token, "", ADDRESS))]:
+            with suppress(ServerError):
+                limits.append(server.limits())
+        latest["limits"] = time.monotonic(), limits
     found = dict.fromkeys(PIPELINES if kind == "pipelines" else ())
-    for server in list(seen.values()) or [Server(ADDRESS, partial(read_token, "", ADDRESS))]:
-        with suppress(ServerError):
-            listed = server.limits().get(kind)
-            if isinstance(listed, list):
-                found |= dict.fromkeys(one for one in listed if isinstance(one, str))
-            elif isinstance(listed, dict):
-                facts = {n: one for n, one in listed.items() if isinstance(one, dict)}
-                found |= {
-                    n: None for n in facts if not OF_OTHER_NODES & {*facts[n].get("files", ())}
-                }
+    for one in limits:
+        listed = one.get(kind)
+        if isinstance(listed, list):
+            found |= dict.fromkeys(name for name in listed if isinstance(name, str))
+        elif isinstance(listed, dict):
+            facts = {n: x for n, x in listed.items() if isinstance(x, dict)}
+            found |= {n: None for n in facts if not OF_OTHER_NODES & {*facts[n].get("files", ())}}
     return list(found)
 
 
-async def listed(request: Any) -> Any:
-    """Answer the page, which asks for the entries of a list."""
-    from aiohttp import web
-
-    return web.json_response(await asyncio.to_thread(names, request.match_info["kind"]))
-
-
-PromptServer.instance.routes.get("/ltx2rt/{kind:loras|pipelines}")(listed)
-
-
 def of_server(name: str, kind: str, about: str) -> io.Input:
-    """A list that the page fetches from the server; any other name may be given as well."""
-    remote = io.RemoteOptions(route=f"/ltx2rt/{kind}", refresh_button=True)
-    return io.Combo.Input(name, remote=remote, tooltip=about)
+    """A list that the page gets with the nodes; any other name may be given as well. No list that
+    the page fetches itself: it adds two widgets behind it, and moves the values of saved files."""
+    return io.Combo.Input(name, options=names(kind), tooltip=about)
 
 
 def used(node: type[io.ComfyNode]) -> set[int]:
@@ -155,7 +153,8 @@ class ServerNode(io.ComfyNode):
         else:
             read_token(token, address)  # refuse a wrong one here
             found = Server(address, partial(read_token, token, address))
-        seen.pop(found.root, None)
+        if seen.pop(found.root, None) is None:
+            latest.clear()
         seen[found.root] = found
         return io.NodeOutput(found)
 

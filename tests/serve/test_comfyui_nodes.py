@@ -344,6 +344,26 @@ def test_lists_are_of_the_servers_that_graphs_have_named(nodes, real_server, ser
     assert nodes.LoraNode.validate_inputs("any") and nodes.TextNode.validate_inputs("any")
 
 
+def test_a_page_gets_lists_with_the_nodes_and_asks_for_none(nodes, real_server, monkeypatch):
+    """A list that the page fetched moved the values of every saved file by two widgets."""
+    asked, limits = [], nodes.Server.limits
+    monkeypatch.setattr(nodes.Server, "limits", lambda one: asked.append(one) or limits(one))
+    for _ in range(2):
+        (name,) = [one for one in nodes.LoraNode.define_schema().inputs if one.id == "name"]
+        assert "style" in name.how["options"] and "remote" not in name.how
+    assert len(asked) == 1  # and not for each node
+    monkeypatch.setattr(nodes, "FRESH_S", 0)
+    assert "style" in nodes.names("loras") and len(asked) == 2
+
+
+def test_a_page_does_not_wait_for_a_silent_server(nodes):
+    with answering(lambda connection: time.sleep(9)) as silent:
+        connection(nodes, silent.url)
+        start = time.monotonic()
+        assert nodes.names("loras") == nodes.names("loras") == []
+        assert time.monotonic() - start < 5
+
+
 WORKFLOWS = sorted(path.stem for path in (NODES / "workflows").glob("*_api.json"))
 
 
