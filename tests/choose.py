@@ -24,6 +24,7 @@ import pytest
 FOLDER = Path(__file__).parents[1] / ".venv" / "chosen"
 LONG = Path(__file__).with_name("long_tests.txt")
 ALWAYS_S = 0.3  # tests that take less stay in any case
+UNSEEN_S = 6  # and those of no known line, as their processes are killed, that take less than this
 ALWAYS = (  # lines do not tell: numbers of networks and of a clip, graphs, sizes, the page's scripts
     "tests/models/", "tests/stages/test_denoise.py", "tests/test_unchanged.py", "tests/test_counts.py",
     "tests/pipelines/test_agree.py::test_guided_pipelines_on_distilled_weights_agree", "tests/serve/test_page.py",
@@ -71,13 +72,12 @@ def lines_of_tests() -> dict[str, set[tuple[str, int]]]:
 
 
 def chosen(seconds: dict[str, float], lines: dict[str, set], most_s: float) -> set[str]:
-    """Tests of at most so many seconds in all: the cheap ones, tests without a known line
-    (their processes are killed), then again and again the one that runs the most lines more for
-    each second."""
+    """Tests of at most so many seconds in all: first the cheap ones, then again and again the one
+    that runs the most lines more for each second."""
     quick = {
         test
         for test, s in seconds.items()
-        if s < ALWAYS_S or test.startswith(ALWAYS) or not lines.get(test)
+        if s < (ALWAYS_S if lines.get(test) else UNSEEN_S) or test.startswith(ALWAYS)
     }
     left_s = most_s - sum(seconds[test] for test in quick)
     seen = set().union(*(lines.get(test, set()) for test in quick))
