@@ -24,6 +24,7 @@ class ClipKeywords(TypedDict, total=False):
     colour_lock: float
     conditioning_attention_mask: Any
     conditioning_attention_strength: float
+    context: Any
     crossfade: bool
     cut: Any
     distilled_lora_strength_stage_1: float

@@ -192,6 +192,7 @@ def flags(to: Any) -> None:
     )
     how: dict[str, Any] = {"type": Path, "default": argparse.SUPPRESS, "metavar": "FILE"}
     texts.add_argument("--prompts", help=about, **how)
+    add_flag(texts, flagged(shown)["context"])
     lines = "\n  ".join(examples(shown))
     to.epilog = f"examples:\n  {lines}\n\n{COMPILED}"
     to.add_argument("--help-all", action="help", help="show every flag of the pipeline")
@@ -255,7 +256,7 @@ def asked(args: argparse.Namespace) -> tuple[ModelOptions, Request, Files]:
     """Several prompts are the segments'; of one segment the last. Raises InputError."""
     type_, options = pipeline(args.pipeline), model_options(args)
     file = getattr(args, "prompts", None)
-    first, *rest = read_prompts(file) if file else args.prompt
+    first, *rest = read_prompts(file) if file else getattr(args, "prompt", [""])
     given = given_flags(argparse.Namespace(**vars(args) | {"prompt": first}), type_)
     request = type_(**given)
     if rest and request.in_segments:

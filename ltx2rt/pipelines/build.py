@@ -22,7 +22,7 @@ from ltx2rt.stages.inset import Cut
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, from_level
 from ltx2rt.stages.sound import Sound
 from ltx2rt.stages.stage import Stage
-from ltx2rt.stages.text import Text
+from ltx2rt.stages.text import GivenText, Text
 from ltx2rt.stages.upsample import Upsample
 
 NO_CHANGE: Mapping[str, Any] = {}
@@ -50,8 +50,9 @@ class Loras:
 
 def text(clip: Clip) -> list[Stage]:
     """The stages that read the prompts, and choose the clip's length where the model is to."""
-    window_s = clip.request.auto_duration
-    return [Text(clip.prompts), *([PredictDuration(window_s, clip.fps)] if window_s else [])]
+    window_s, given = clip.request.auto_duration, clip.request.context
+    read = GivenText(given) if given else Text(clip.prompts)
+    return [read, *([PredictDuration(window_s, clip.fps)] if window_s else [])]
 
 
 def guiding(clip: Clip) -> dict[str, Any]:

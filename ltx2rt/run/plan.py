@@ -183,6 +183,11 @@ def checked(session: Session, found: Resolved) -> Plan:
         f"{lora.path}: a distilled LoRA, left out: distilled weights are those with it merged"
         for lora in loras.idle
     ]
+    trained += [
+        f"{lora.path}: its change of the text encoder is left out: --context is encoded already"
+        for lora in loras.text
+        if clip.request.context
+    ]
     trained += [stage.remark for stage in stages if isinstance(stage, Frames) and stage.remark]
     trained += _guided(clip, stages)
     said = _decided(session, clip.request, loras.distilled, stages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -29,7 +30,8 @@ def write_files(run: Run, files: Files) -> list[Path]:
             if rest := paths[1:] if run.recorded else paths:
                 undo.callback(remove_made, run.save(i, rest))
         if files.latents_out:
-            write_arrays(files.latents_out, run.state.record)
+            about = {"ltx2rt": json.dumps(run.comment())} if files.metadata else None
+            write_arrays(files.latents_out, run.state.record, about)
             undo.callback(files.latents_out.unlink, missing_ok=True)
         if files.report:
             write_report(files.report, run.report())

@@ -1,11 +1,13 @@
-"""text: prompts to the contexts of both modalities."""
+"""text: prompts to the contexts of both modalities, or contexts that a file has."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.text_encoder import feeds
 from ltx2rt.session.options import LoraSpec
@@ -13,16 +15,22 @@ from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import MODALITIES, Stage, State, say
 from ltx2rt.stages.tokenizer import check_vocabulary, count_tokens, tokenize
+from ltx2rt.text_files import parse
+from ltx2rt.weights.files import TensorFile
 
 PROMPTS = "prompt", "negative prompt"
+NAMES = {modality: f"{modality}_context" for modality in MODALITIES}
+ABOUT = {"prompt": str, "model": {"generation": str}, "settings": {"negative_prompt": str}}
 
 
 @dataclass(frozen=True)
 class Text(Stage):
-    """prompts: encoded in one batch, the positive one first; loras: merged into the encoder."""
+    """prompts: encoded in one batch, the positive one first; loras: merged into the encoder.
+    record: whether `--latents-out` has the contexts."""
 
     prompts: tuple[str, ...]
     loras: tuple[LoraSpec, ...] = ()
+    record: bool = False
     name = "text"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
@@ -44,6 +52,8 @@ class Text(Stage):
         with watch.stage(self.name):
             key = (self.prompts, self.loras)
             state.contexts = session.remember(key, lambda: self._encode(session))
+        for modality, context in state.contexts.items() if self.record else ():
+            state.put(NAMES[modality], context)
 
     def _encode(self, session: Session) -> dict:
         (call,) = self.needs(session.config)
@@ -51,3 +61,46 @@ class Text(Stage):
         tokens = tokenize(session.checkpoint.require_tokenizer(), self.prompts)
         encoded = session.run(call, feeds(session.config.gemma, session.config.text, *tokens))
         return {m: session.backend.to_host(encoded[f"{m}_context"]) for m in MODALITIES}
+
+
+@dataclass(frozen=True)
+class GivenText(Stage):
+    """Contexts of a prompt and of a negative one, in the file of an `encode` run."""
+
+    path: Path
+    name = "text"
+
+    def run(self, session: Session, state: State, watch: Stopwatch) -> None:
+        file = TensorFile(self.path)
+        with watch.stage(self.name):
+            state.contexts = {modality: file.read(name) for modality, name in NAMES.items()}
+
+
+def texts_of(path: Path, model: ModelConfig) -> tuple[str, str]:
+    """The prompt and the negative one of a file of contexts, once it fits the model. Raises
+    InputError."""
+    file = TensorFile(path)
+    try:
+        about = parse(file.metadata.get("ltx2rt", ""), ABOUT)
+    except ValueError:
+        raise InputError(
+            f"--context: {path} does not say what prompt it holds, expected a file of "
+            "`generate --pipeline encode --latents-out`"
+        ) from None
+    if (release := about["model"]["generation"]) != model.release.name:
+        raise InputError(
+            f"--context: {path} was encoded for LTX-{release}, the model is "
+            f"LTX-{model.release.name}; encode the prompt with it"
+        )
+    config = model.transformer
+    widths = config.width, config.audio_width
+    if config.caption_projection:
+        widths = config.caption_channels, config.caption_channels
+    for name, width in zip(NAMES.values(), widths, strict=True):
+        found = file.info(name).shape if name in file.names() else ()
+        if found != (expected := (len(PROMPTS), PROMPT_TOKENS, width)):
+            raise InputError(
+                f"--context: {name} in {path} has the shape {list(found)}, the model takes "
+                f"{list(expected)}; encode the prompt with it"
+            )
+    return about["prompt"], about["settings"]["negative_prompt"]

@@ -47,7 +47,7 @@ def folder(tiny, film, tmp_path_factory):
     return folder
 
 
-EACH = [pytest.param(n, marks=[pytest.mark.long] * (n not in QUICK)) for n in pipelines()]
+EACH = [pytest.param(n, marks=[pytest.mark.long] * (n not in QUICK)) for n in FLAGS]
 
 
 @pytest.mark.parametrize("name", EACH)

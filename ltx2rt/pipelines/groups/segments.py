@@ -20,7 +20,7 @@ from ltx2rt.flags import flags_of
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.splice import Seam
 from ltx2rt.media.video import VideoInfo
-from ltx2rt.pipelines.groups.group import Group, refuse_in_segments
+from ltx2rt.pipelines.groups.group import Group, refuse_beside, refuse_in_segments
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
 from ltx2rt.pipelines.groups.size import (
     DEFAULT_FRAMES,
@@ -211,6 +211,7 @@ class Segments(Group):
                 raise InputError("--prompt: one is empty; say what the segment shows")
             if prompt != prompt.encode(errors="ignore").decode():
                 raise InputError("--prompt: holds characters that are no text")
+        refuse_beside(context=request.context, several_prompts=self.segment_prompts)
         if self.segment_prompts and (request.enhance_prompt or request.enhanced_prompt):
             raise InputError(
                 "--enhance-prompt: writes one prompt out, but --prompt gives several; "

@@ -12,9 +12,10 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import INPUTS, flags_of
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.pipelines.groups.group import Added, Group
+from ltx2rt.pipelines.groups.group import Added, Group, refuse_beside
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
 from ltx2rt.stages.relay import PromptSpan, parse_span
+from ltx2rt.stages.text import texts_of
 
 if TYPE_CHECKING:
     from ltx2rt.pipelines.clip import Clip, Draft
@@ -30,10 +31,30 @@ TAG = re.compile(
 @dataclass(frozen=True)
 class Prompt(Group):
     prompt: str = flag("", "text that describes the video and its sound", common=INPUTS)
+    context: Path | None = flag(
+        None,
+        "prompt and negative prompt, encoded by --pipeline encode, for a machine without the encoder",
+        file="context",
+    )
 
     def check(self, request: Request) -> None:
-        if not self.prompt.strip():
+        if not self.prompt.strip() and not self.context:
             raise InputError("--prompt: the prompt is empty; say what the clip shows")
+
+    def into(self, draft: Draft, model: ModelConfig) -> None:
+        """Fill in the texts of a file of contexts. Raises InputError for other texts."""
+        if not self.context:
+            return
+        texts = dict(zip(("prompt", "negative_prompt"), texts_of(self.context, model), strict=True))
+        if not draft.request.has(NegativePrompt):
+            texts.pop("negative_prompt")
+        for name, text in texts.items():
+            if getattr(draft.request, name) not in (None, "", text):
+                raise InputError(
+                    f"--{name.replace('_', '-')}: {self.context} was encoded from another text, "
+                    f"{text[:80]!r}; leave one of the two out"
+                )
+        draft.fill(**texts)
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         for name, strength in TAG.findall(self.prompt):
@@ -55,6 +76,7 @@ class Enhancing(Group):
     )
 
     def check(self, request: Request) -> None:
+        refuse_beside(context=request.context, enhance_prompt=self.enhance_prompt)
         if self.prompt_enhancer and not self.enhance_prompt:
             raise InputError("--prompt-enhancer: writes nothing without --enhance-prompt; add it")
 
@@ -85,6 +107,9 @@ class PromptsByTime(Group):
     prompt_softness: float = flag(
         0.001, "softness of the ranges of --prompt-at, 1 for no bounds", above=0, most=1
     )
+
+    def check(self, request: Request) -> None:
+        refuse_beside(context=request.context, prompt_at=self.prompt_at)
 
     def fits(self, clip: Clip, model: ModelConfig) -> None:
         for span in self.prompt_at:

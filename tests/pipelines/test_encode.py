@@ -1,0 +1,71 @@
+"""encode: contexts in a file, which a machine without the text encoder makes the same clip of."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from ltx2rt.weights.files import TensorFile, write_arrays
+from tests.conftest import run_cli
+
+SIZE = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--seed", 7)
+
+
+def generate(model, *words):
+    flags = ("generate", "--backend", "cuda", "--device", "cpu", "--dtype", "float32", "--model")
+    return run_cli([*map(str, (*flags, model, *words))])
+
+
+@pytest.fixture(scope="module")
+def contexts(tiny, tmp_path_factory):
+    path = tmp_path_factory.mktemp("contexts") / "fox.safetensors"
+    words = ("--pipeline", "encode", "--prompt", "fox", "--negative-prompt", "dog")
+    assert generate(tiny("tiny-2.3", "diffusers"), *words, "--latents-out", path)[0] == 0
+    return path
+
+
+def test_a_machine_without_the_encoder_makes_the_same_latents(tiny, contexts, tmp_path):
+    model, bare = tiny("tiny-2.3", "diffusers"), tmp_path / "bare"
+    left = shutil.ignore_patterns("text_encoder", "tokenizer")
+    shutil.copytree(model, bare, ignore=left, symlinks=True)
+    made = []
+    for folder, text in (
+        (model, ("--prompt", "fox", "--negative-prompt", "dog")),
+        (bare, ("--context", contexts)),
+    ):
+        path = tmp_path / f"{folder.name}.safetensors"
+        assert generate(folder, *SIZE, *text, "--latents-out", path)[0] == 0
+        made.append(TensorFile(path))
+    assert json.loads(made[1].metadata["ltx2rt"])["prompt"] == "fox"
+    for name in made[0].names():
+        np.testing.assert_array_equal(made[1].read(name), made[0].read(name))
+
+
+def test_contexts_that_do_not_fit_are_refused_in_one_sentence(tiny, contexts, tmp_path):
+    model, other, file = tiny("tiny-2.3", "diffusers"), tmp_path / "x", TensorFile(contexts)
+    about, arrays = file.metadata["ltx2rt"], {name: file.read(name) for name in file.names()}
+    narrow = {name: x[..., :8] for name, x in arrays.items()}
+    for tensors, metadata, said in (
+        (arrays, {}, "does not say what prompt it holds, expected a file of `generate --pipeline"),
+        (arrays, {"ltx2rt": about.replace('"2.3"', '"2.5"')}, "was encoded for LTX-2.5, the model"),
+        (narrow, {"ltx2rt": about}, f"video_context in {other} has the shape [2, 1024, 8]"),
+        ({}, {"ltx2rt": about}, f"video_context in {other} has the shape [], the model takes [2,"),
+    ):
+        write_arrays(other, tensors, metadata)
+        status, _, err = generate(model, *SIZE, "--context", other)
+        assert status == 2 and f"--context: {said}" in err.replace(f"{other} {said}", said)
+    for words, said in (
+        (("--context", tmp_path / "none"), "none does not exist"),
+        (
+            ("--context", contexts, "--negative-prompt", "cat"),
+            "was encoded from another text, 'dog'",
+        ),
+        (("--context", contexts, "--prompt", "fox"), "not allowed with argument"),
+        (("--context", contexts, "--enhance-prompt"), "--enhance-prompt: given beside --context"),
+        (("--context", contexts, "--prompt-at", "0:1=rain"), "--prompt-at: given beside --context"),
+        (("--pipeline", "encode", "--prompt", "a", "--output", "a.mp4"), "give --latents-out"),
+    ):
+        size = () if "encode" in words else SIZE
+        status, _, err = generate(model, *size, *words)
+        assert status == 2 and said in err, (words, err)
