@@ -42,6 +42,7 @@ import numpy as np
 
 import ltx2rt
 from benchmarks.measure import Spread, interleaved, machine, ratios, record
+from ltx2rt.ranks.environment import die_with_parent
 from ltx2rt.serve import worker
 
 POLL_S = 0.02
@@ -76,7 +77,11 @@ class Server:
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as log:
             argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
-            self.process = subprocess.Popen(argv, stdout=log, stderr=log, start_new_session=True)
+            how: dict = {
+                "start_new_session": True,
+                "preexec_fn": die_with_parent,
+            }  # if it is killed
+            self.process = subprocess.Popen(argv, stdout=log, stderr=log, **how)
         self.until(lambda: "serving at " in self.log.read_text())
         self.url = self.log.read_text().partition("serving at ")[2].split()[0]
         self.until(self.ready)

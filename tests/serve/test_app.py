@@ -1087,7 +1087,7 @@ def test_a_finished_video_is_extended(server, tmp_path):
     assert made["seconds"] == f"{41 / 24:.3f}" and made["size"] == "64x64"
     looped = longer(path, json={"prompt": "2:0", "loop": 2, "overlap": 9, "width": 96})
     assert looped["prompt"] == "2:0" and server.until(looped["id"])["size"] == "96x96"
-    for given in ({"pipeline": "extend"}, {"extend_frames": 15}, {"video": "1"}):
+    for given in ({"pipeline": "extend"}, {"extend_frames": -8}, {"video": "1"}):
         assert error_of(server.http.post(path, json=given), 400)["param"] in given
     path = "/v1/videos/extensions"
     for video in (id, {"id": id}):
