@@ -82,6 +82,8 @@ def texts_of(path: Path, model: ModelConfig) -> tuple[str, str]:
     file = TensorFile(path)
     try:
         about = parse(file.metadata.get("ltx2rt", ""), ABOUT)
+        texts = about["prompt"], about["settings"]["negative_prompt"]
+        "".join(texts).encode()  # JSON may hold halves of surrogate pairs
     except ValueError:
         raise InputError(
             f"--context: {path} does not say what prompt it holds, expected a file of "
@@ -103,4 +105,4 @@ def texts_of(path: Path, model: ModelConfig) -> tuple[str, str]:
                 f"--context: {name} in {path} has the shape {list(found)}, the model takes "
                 f"{list(expected)}; encode the prompt with it"
             )
-    return about["prompt"], about["settings"]["negative_prompt"]
+    return texts

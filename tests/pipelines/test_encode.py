@@ -25,6 +25,7 @@ def contexts(tiny, tmp_path_factory):
     return path
 
 
+@pytest.mark.long
 def test_a_machine_without_the_encoder_makes_the_same_latents(tiny, contexts, tmp_path):
     model, bare = tiny("tiny-2.3", "diffusers"), tmp_path / "bare"
     left = shutil.ignore_patterns("text_encoder", "tokenizer")
@@ -42,12 +43,18 @@ def test_a_machine_without_the_encoder_makes_the_same_latents(tiny, contexts, tm
         np.testing.assert_array_equal(made[1].read(name), made[0].read(name))
 
 
+@pytest.mark.long
 def test_contexts_that_do_not_fit_are_refused_in_one_sentence(tiny, contexts, tmp_path):
     model, other, file = tiny("tiny-2.3", "diffusers"), tmp_path / "x", TensorFile(contexts)
     about, arrays = file.metadata["ltx2rt"], {name: file.read(name) for name in file.names()}
     narrow = {name: x[..., :8] for name, x in arrays.items()}
     for tensors, metadata, said in (
         (arrays, {}, "does not say what prompt it holds, expected a file of `generate --pipeline"),
+        (
+            arrays,
+            {"ltx2rt": about.replace('"fox"', '"\\ud800"')},
+            "does not say what prompt it holds",
+        ),
         (arrays, {"ltx2rt": about.replace('"2.3"', '"2.5"')}, "was encoded for LTX-2.5, the model"),
         (narrow, {"ltx2rt": about}, f"video_context in {other} has the shape [2, 1024, 8]"),
         ({}, {"ltx2rt": about}, f"video_context in {other} has the shape [], the model takes [2,"),
