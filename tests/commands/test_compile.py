@@ -91,7 +91,7 @@ PIPELINES = {
     "extend": ((*GIVEN, "--extend-frames", 8, "--overlap", 9), ("audio-encoder", *BEGIN, *DECODED)),
     "dubit": ((*GIVEN, "--lora", "LORA"), (*BEGIN[:2], "audio-encoder", *BEGIN[2:], "upsampler", *DECODED)),
     "hdr-ic-lora": ((*GIVEN, "--lora", "LORA"), (*BEGIN, "upsampler", DECODED[-1])),
-    "upscale": (("--upscale", "FILM", "--lora", "LORA"), CHANGED),
+    "upscale": (("--upscale", "FILM", "--lora", "LORA"), ("audio-encoder", *BEGIN, "video-decoder")),
     "inpaint": ((*GIVEN, "--pad", "32,0,0,0"), CHANGED),
     "ic-lora": (
         (*FOLLOWED, "--conditioning-attention-strength", "0.5", "--skip-stage-2"), (*BEGIN, *DECODED),
