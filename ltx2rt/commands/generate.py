@@ -244,10 +244,9 @@ def _shorten(to: Any, shown: type[Request]) -> None:
 def examples(type_: type[Request]) -> list[str]:
     """Commands that show the use of the pipeline."""
     name = "" if type_.name == FIRST else f" --pipeline {type_.name}"
-    file = "fox.mp4" if type_.has(Pixels) else "fox.wav"
-    plain = (
-        f'ltx2rt generate --model MODEL_DIR{name} --prompt "a red fox in the snow" --output {file}'
-    )
+    plain = f'ltx2rt generate --model MODEL_DIR{name} --prompt "a red fox in the snow"'
+    if not type_.example.startswith("--latents-out"):
+        plain += f" --output fox.{'mp4' if type_.has(Pixels) else 'wav'}"
     several = [plain] if type_.name == FIRST or not type_.example else []
     return [*several, f"{plain} \\\n      {type_.example}"] if type_.example else several
 

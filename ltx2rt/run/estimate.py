@@ -165,7 +165,7 @@ def _whole(session: Session, plan: Plan, kind: DeviceKind) -> Iterator[str]:
     every = [replace(c, steps=None) for s in plan.stages for c in s.needs(session.config)]
     # whole networks win
     calls = {c.row.rules: c for c in sorted(every, key=lambda c: not c.row.partial(c.sizes))}
-    for network in ("text-encoder", "transformer"):
+    for network in filter(calls.__contains__, ("text-encoder", "transformer")):
         graph, whole = session.graph(calls[network]), single.graph(calls[network])
         rules = session.placement.profile.rules.get(network, {})
         held, all_ = weight_bytes([graph]) / 1e9, weight_bytes([whole]) / 1e9

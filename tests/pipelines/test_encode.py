@@ -6,6 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
+from ltx2rt.commands.generate import examples
+from ltx2rt.pipelines.encode import Encode
 from ltx2rt.weights.files import TensorFile, write_arrays
 from tests.conftest import run_cli
 
@@ -76,3 +78,10 @@ def test_contexts_that_do_not_fit_are_refused_in_one_sentence(tiny, contexts, tm
         size = () if "encode" in words else SIZE
         status, _, err = generate(model, *size, *words)
         assert status == 2 and said in err, (words, err)
+
+
+def test_it_is_planned_and_its_example_names_no_clip():
+    plan = ("plan", "--preset", "tiny-2.3", "--pipeline", "encode", "--device-kind", "h200")
+    status, out, _ = run_cli(plan)
+    assert status == 0 and "text needs" in out
+    assert "--output" not in examples(Encode)[0]
