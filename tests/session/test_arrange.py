@@ -115,13 +115,15 @@ def test_whole_weights_of_8_bits_fit_a_v6e_and_are_split_by_tokens_alone(
 
 @pytest.mark.long
 def test_a_mesh_on_which_sets_are_loaded_anew_pays_for_it():
-    """Whole weights of 8 bits are the fastest to step with, but a v6e has room for one set of two."""
+    """Whole weights of 8 bits are the fastest to step with, but a v6e has room for one set of two,
+    and a slow link to the host makes loading them dearer than steps with a cut one."""
     options, checkpoint, stages = clip(weights_dtype="int8")
-    kind = device_kind("v6e")
+    kind = replace(device_kind("v6e"), host_bytes_per_s=4e9)
     choice = choose(checkpoint, replace(options, backend="tpu"), kind, 8, stages)
     assert choice and choice.roomier and "tensor" not in choice.roomier.mesh
     assert "has no room for all weights" in str(choice)
-    assert choice.session.memory.reload_s(stages, kind) < 0.5  # only the text encoder's share is
+    encoder_s = 8e9 / kind.host_bytes_per_s  # only the text encoder's share is loaded
+    assert choice.session.memory.reload_s(stages, kind) < encoder_s
     backend = DatasheetBackend(kind, choice.roomier.mesh)
     whole = Session(checkpoint, backend, replace(options, backend="tpu"))
     assert whole.memory.fit(stages, whole.backend.device().room_bytes())
