@@ -24,6 +24,7 @@ from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.conditioning import Anchor, Image, ModalityState, SeededSlot, audio_state
 from ltx2rt.stages.denoise import Denoise, Noise
+from ltx2rt.stages.frames import Frames
 from ltx2rt.stages.inset import Cut
 from ltx2rt.stages.refine import Refine
 from ltx2rt.stages.stage import State
@@ -303,7 +304,11 @@ def test_fewer_rounds_are_the_beginning_of_more(session, tmp_path):
     assert none.keys() < one.keys() < two.keys()
     assert_begins(one, none)
     assert_begins(two, one)
-    write_arrays(tmp_path / "noise.safetensors", one)
+    asked = pipeline("dfr")("a red fox", num_frames=17, temporal_upsample_rounds=1, **SIZE)
+    (decoder,) = (s for s in make_plan(session, asked).stages if isinstance(s, Frames))
+    ((name, shape),) = decoder.draws(session.config).items()  # is not run here
+    noise = one | {f"{name}.noise": np.zeros(shape, np.float32)}
+    write_arrays(tmp_path / "noise.safetensors", noise)
     assert_begins(recorded(1, seed=4, noise_in=tmp_path / "noise.safetensors"), one)
 
 
