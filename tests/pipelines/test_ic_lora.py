@@ -16,6 +16,7 @@ from ltx2rt.media.mp4 import to_rgb8
 from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames, video_info
 from ltx2rt.models.geometry import pack_audio, pack_video, video_positions
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.ic_lora import ICLora, hdr_log
 from ltx2rt.run.plan import make_plan
@@ -327,7 +328,8 @@ def test_a_border_is_made_by_the_formula(folder, following, tmp_path):
     border = np.empty((FRAMES, HEIGHT, WIDTH, 3), np.uint8)
     border[:] = 0x66, 0xFF, 0
     border[:, 40:104, 64:128] = source
-    half = request.geometry(session.config, 2)
+    planned = resolve(request, session.config)
+    half = planned.geometry(session.config, 2)
     coarse = replace(half, rows=half.rows // 2, columns=half.columns // 2)
     vae = AutoencoderKLLTX2Video.from_pretrained(folder / "vae").eval()
     small = np.stack([fit(x, WIDTH // 4, HEIGHT // 4) for x in border], 1)[None]
@@ -342,7 +344,7 @@ def test_a_border_is_made_by_the_formula(folder, following, tmp_path):
     made = pack_video(state.record["upsampled"])[0].astype(np.float64)
     module = stored_module(folder)
     for stage, scale, sigmas in (("stage1", 2, DISTILLED_SIGMAS), ("stage2", 1, STAGE2_SIGMAS)):
-        g = request.geometry(session.config, scale)
+        g = planned.geometry(session.config, scale)
         places, tokens = positions_of(g), g.num_video_tokens
         clean, mask = np.zeros((tokens, 128)), np.ones(tokens)
         if stage == "stage1":
