@@ -55,8 +55,8 @@ PYTEST := $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --
 tests: $(VENV)/.installed
 	$(PYTEST)
 
-# What is too long for every commit, by its mark or tests/long_tests.txt, which `tests.choose` writes: three quarters of an
-# hour on two cores; before a release or a change of many parts.
+# What is too long for every commit, by its mark or tests/long_tests.txt, which `tests.choose` writes: an hour of two busy
+# cores; before a release or a change of many parts.
 test-long: $(VENV)/.installed
 	$(PYTEST) -m 'long and not slow'
 

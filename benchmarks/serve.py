@@ -77,10 +77,8 @@ class Server:
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as log:
             argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
-            how: dict = {
-                "start_new_session": True,
-                "preexec_fn": die_with_parent,
-            }  # if it is killed
+            # a time limit that ends the benchmark ends its server
+            how: dict = {"start_new_session": True, "preexec_fn": die_with_parent}
             self.process = subprocess.Popen(argv, stdout=log, stderr=log, **how)
         self.until(lambda: "serving at " in self.log.read_text())
         self.url = self.log.read_text().partition("serving at ")[2].split()[0]

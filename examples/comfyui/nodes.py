@@ -46,9 +46,8 @@ OF_OTHER_NODES = {
 FRAMES, SOUND = 1, 2  # outputs of a task
 FRESH_S = 10.0
 seen: dict[str, Server] = {}  # servers of this process's graphs, the latest last
-latest: dict[
-    str, tuple[float, list[dict[str, Any]]]
-] = {}  # the time that their limits were read at, and these
+# the limits of these servers, and the time at which they were read
+latest: dict[str, tuple[float, list[dict[str, Any]]]] = {}
 
 
 def names(kind: str) -> list[str]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -248,8 +249,8 @@ def in_slabs(o: Ops, x: Term, config: DiffusionDecoderConfig, stage: int, device
     slabs = [o.slice(x, axis=axis, start=at, stop=at + size) for at in starts]
     y = blocks(o, o.rename(o.concat(*slabs, axis="B"), names={"B": SLABS}), config, stage)
     y = o.split(y, axis=SLABS, into={"devices": devices, "B": x.type.size("B")})
-    made = zip(o.each(y, "devices"), starts, cuts, cuts[1:], strict=False)
-    parts = [o.slice(y, axis=axis, start=i - at, stop=end - at) for y, at, i, end in made]
+    made = zip(o.each(y, "devices"), starts, pairwise(cuts), strict=True)
+    parts = [o.slice(y, axis=axis, start=i - at, stop=end - at) for y, at, (i, end) in made]
     return o.concat(*parts, axis=axis)
 
 

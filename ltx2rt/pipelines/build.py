@@ -51,7 +51,7 @@ class Loras:
 def text(clip: Clip) -> list[Stage]:
     """The stages that read the prompts, and choose the clip's length where the model is to."""
     window_s, given = clip.request.auto_duration, clip.request.context
-    read = GivenText(given) if given else Text(clip.prompts)
+    read = GivenText(given, clip.prompts) if given else Text(clip.prompts)
     return [read, *([PredictDuration(window_s, clip.fps)] if window_s else [])]
 
 

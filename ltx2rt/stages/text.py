@@ -65,13 +65,17 @@ class Text(Stage):
 
 @dataclass(frozen=True)
 class GivenText(Stage):
-    """Contexts of a prompt and of a negative one, in the file of an `encode` run."""
+    """Contexts of a prompt and of a negative one, in the file of an `encode` run. Raises InputError
+    if the file has changed since it was planned. prompts: the run's."""
 
     path: Path
+    prompts: tuple[str, ...]
     name = "text"
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         file = TensorFile(self.path)
+        if texts_of(self.path, session.config)[: len(self.prompts)] != self.prompts:
+            raise InputError(f"--context: {self.path} has changed since the run began; start again")
         with watch.stage(self.name):
             state.contexts = {modality: file.read(name) for modality, name in NAMES.items()}
 

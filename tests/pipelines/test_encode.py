@@ -2,14 +2,19 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ltx2rt.commands.generate import examples
 from ltx2rt.pipelines.encode import Encode
+from ltx2rt.session.stopwatch import Stopwatch
+from ltx2rt.stages.stage import State
+from ltx2rt.stages.text import GivenText
 from ltx2rt.weights.files import TensorFile, write_arrays
-from tests.conftest import run_cli
+from ltx2rt.weights.presets import preset
+from tests.conftest import refused, run_cli
 
 SIZE = ("--width", 64, "--height", 64, "--num-frames", 9, "--steps", 1, "--seed", 7)
 
@@ -78,6 +83,13 @@ def test_contexts_that_do_not_fit_are_refused_in_one_sentence(tiny, contexts, tm
         size = () if "encode" in words else SIZE
         status, _, err = generate(model, *size, *words)
         assert status == 2 and said in err, (words, err)
+
+
+@pytest.mark.long
+def test_a_file_that_is_replaced_before_it_is_read_ends_the_run(contexts):
+    session = SimpleNamespace(config=preset("tiny-2.3").config)
+    with refused("fox.safetensors has changed since the run began"):
+        GivenText(contexts, ("a robot",)).run(session, State(), Stopwatch(None))
 
 
 def test_it_is_planned_and_its_example_names_no_clip():
