@@ -85,7 +85,7 @@ def flags(to: Any) -> None:
     add_flags(to, Size)
     add_flags(to, Length, only=("num_frames",))
     add_flags(to, GraphRequest)
-    add_flags(to, ModelOptions, only=(*marked("placed", ModelOptions), "tp_size"))
+    add_flags(to, ModelOptions, only=marked("placed", ModelOptions))
 
 
 def main(args: argparse.Namespace) -> None:

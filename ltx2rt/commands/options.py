@@ -48,7 +48,7 @@ def planned_options(args: argparse.Namespace) -> ModelOptions:
     """The options of a command that runs and downloads nothing. Raises InputError."""
     given = given_flags(args, ModelOptions) | {"backend": "", "model": args.model or Path()}
     options = ModelOptions(**given)
-    return located(replace(options, mesh=options.on_mesh(1), tp_size=None, offline=True))
+    return located(replace(options, mesh=options.on_mesh(1), offline=True))
 
 
 def model_or_preset(to: Any) -> None:

@@ -145,8 +145,10 @@ def with_mesh(options: ModelOptions, environment: Mapping[str, str] = os.environ
         raise InputError(f"--attention {options.attention}: {reason}")
     launched = factory.rank_and_size(environment)[1] if factory.process_per_device else 1
     mesh = options.on_mesh(launched)
-    free = prod(mesh.values()) > 1 and not options.mesh and not options.tp_size
-    return replace(options, mesh=mesh, num_gpus=prod(mesh.values()) if free else None, tp_size=None)
+    num_devices = prod(mesh.values())
+    return replace(
+        options, mesh=mesh, num_gpus=num_devices if num_devices > 1 and not options.mesh else None
+    )
 
 
 def open_backend(options: ModelOptions) -> Backend:

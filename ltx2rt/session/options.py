@@ -131,12 +131,13 @@ def parse_distilled(text: str | tuple | Path) -> LoraSpec:
     return NO_LORA if text == "none" else parse_lora(text, "--distilled-lora")
 
 
-def parse_mesh(text: str | Mapping[str, int]) -> dict[str, int]:
-    """`tensor=2` -> sizes by mesh axis, in the order of the devices however they are written."""
-    if not isinstance(text, str):
-        text = ",".join(f"{axis}={size}" for axis, size in text.items())
+def parse_mesh(given: str | int | Mapping[str, int]) -> dict[str, int]:
+    """`tensor=2` -> sizes by mesh axis, in the order of the devices however they are written. A
+    plain number is of `tensor`."""
+    items = given.items() if isinstance(given, Mapping) else ()
+    text = ",".join(f"{axis}={size}" for axis, size in items) or str(given)
     mesh: dict[str, int] = {}
-    for item in text.split(","):
+    for item in (f"tensor={text}" if text.isdecimal() else text).split(","):
         axis, _, size = item.partition("=")
         known_axis = axis in MESH_AXES and axis not in mesh
         if not known_axis or not size.isdecimal() or len(size) > 9 or int(size) < 1:
@@ -280,16 +281,14 @@ class ModelOptions(PartFiles):
     )
     mesh: Mapping[str, int] = memory_flag(
         {},
-        "devices along each mesh axis, such as tensor=4",
+        "devices along each mesh axis, such as tensor=4; 4 means the same",
         parse_mesh,
         metavar="AXIS=N",
+        also=("--tp-size",),
         marks="plan compile placed prepare train",
     )
     num_gpus: int | None = memory_flag(
         None, "number of GPUs, each with a process", least=1, common=HARDWARE, marks="train"
-    )
-    tp_size: int | None = memory_flag(
-        None, "short for --mesh tensor=N (default: all devices)", least=1
     )
     video_decoder: str | None = model_flag(
         None,
@@ -317,16 +316,13 @@ class ModelOptions(PartFiles):
         """The mesh that the flags ask for; by default `tensor` takes each of the processes that
         were launched. Raises InputError where flags contradict each other or the launch."""
         check_bounds(self)
-        if self.mesh and self.tp_size:
-            raise InputError("--mesh and --tp-size say the same; give one of them")
         if launched > 1 and self.num_gpus not in (None, launched):
             raise InputError(
                 f"--num-gpus: {self.num_gpus}, but {launched} processes were launched; leave "
                 "the flag out"
             )
         devices = self.num_gpus or launched
-        tensor = self.tp_size or (devices if devices > 1 else None)
-        mesh = dict(self.mesh) or ({"tensor": tensor} if tensor else {})
+        mesh = dict(self.mesh) or ({"tensor": devices} if devices > 1 else {})
         if devices > 1 and (size := math.prod(mesh.values())) != devices:
             raise InputError(
                 f"mesh {mesh} is of {size} devices, {devices} are asked for; make the two agree"

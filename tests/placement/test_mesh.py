@@ -71,4 +71,9 @@ def test_text_encoder_is_shared_by_all_devices(mesh, expected):
 
 def test_a_mesh_is_typed_in_any_order():
     assert list(parse_mesh("tensor=2,guidance=4").items()) == [("guidance", 4), ("tensor", 2)]
+
+
+@pytest.mark.parametrize("given", ["4", 4, "tensor=4", {"tensor": 4}])
+def test_a_plain_number_is_of_the_axis_tensor(given):
+    assert parse_mesh(given) == {"tensor": 4}
     assert canonical({"tensor": 1, "sequence": 2}) == {"sequence": 2, "tensor": 1}

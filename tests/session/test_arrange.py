@@ -166,7 +166,7 @@ def test_a_launch_chooses_where_its_cards_are_known():
 
     card = "NVIDIA H100 80GB HBM3"
     assert choice(card) and choice(card, num_gpus=2)
-    assert choice(card, tp_size=2) is None and choice(card, mesh={"sequence": 2}) is None
+    assert choice(card, mesh={"tensor": 2}) is None and choice(card, mesh={"sequence": 2}) is None
     assert choice("NVIDIA H100 PCIe") is None
     assert choice("A card of tomorrow", elsewhere=None) is None
     assert choice(card, count=1) is None, "cards of another host, behind unknown links"
