@@ -166,7 +166,7 @@ def _images(clip: Clip, path: Path, *frames: int) -> dict[str, Any]:
 
 def _sound(clip: Clip, path: Path) -> dict[str, Any]:
     write_wav(path.with_suffix(".wav"), clip.sound(), RATE)
-    return {"audio_path": path.with_suffix(".wav"), "audio_fit": "pad"}
+    return {"audio_path": path.with_suffix(".wav")}
 
 
 def _clip(clip: Clip, path: Path) -> dict[str, Any]:

@@ -10,7 +10,6 @@ class ClipKeywords(TypedDict, total=False):
     audio_cfg: float
     audio_conditioning: Any
     audio_conditioning_at: str
-    audio_fit: str
     audio_from: str | None
     audio_max_duration: Any
     audio_modality: float
@@ -133,7 +132,7 @@ class ModelKeywords(TypedDict, total=False):
     profile: str | None
     temporal_upsampler: Any
     text_encoder: Any
-    tp_size: int | None
+    tp_size: Any
     upsampler: Any
     vae_tiling: str
     video_decoder: str | None

@@ -115,6 +115,7 @@ INSTEAD = {
     "--betas": OF_FILES, "--sigma-shift": OF_FILES, "--sigma-range": OF_FILES,
     "--audio-balance": OF_FILES, "--sound-share": OF_FILES, "--keep-every": OF_FILES,
     "--validation-seed": OF_FILES,
+    "--audio-fit": "silence follows a sound that is shorter than the clip",
 }  # fmt: skip
 INPUTS = {"image": "--image", "video": "--video-path", "audio": "--audio-path"}  # by media type
 

@@ -53,9 +53,6 @@ class GivenSound(Group):
         None, "seconds of the sound at most (default: all, or the clip's)", parse_seconds, above=0
     )
     audio_track: int | None = flag_like(SourceClip, "audio_track")
-    audio_fit: str = flag(
-        "error", "refuse sound that is too short, or add silence", choices=("error", "pad")
-    )
 
     shapes: ClassVar[bool] = True
 
@@ -97,9 +94,15 @@ class GivenSound(Group):
     def sound(self, clip: Clip, model: ModelConfig) -> SourceSound:
         """The sound of the clip's frames."""
         assert self.audio_path is not None, "`check` requires it"
-        cut = self.audio_start_time, self.audio_max_duration, self.audio_fit
-        full, how = clip.geometry(model), {"track": self.audio_track}
-        return SourceSound(self.audio_path, full, *cut, len(clip.seeds), clip.audio, **how)
+        return SourceSound(
+            self.audio_path,
+            clip.geometry(model),
+            start_s=self.audio_start_time,
+            max_duration_s=self.audio_max_duration,
+            num_videos=len(clip.seeds),
+            sound=clip.audio,
+            track=self.audio_track,
+        )
 
     def whole_sound(self, clip: Clip, model: ModelConfig) -> SourceSound | None:
         return self.sound(replace(clip, num_frames=clip.clip_frames, segments=None), model)

@@ -211,10 +211,8 @@ class ICLora(Request):
             how["whole"] = clip.num_frames if still else 0
             seen = Footage.read(spec.path, FLAG, self.num_frames)
             if fit := self.fit or ("pad" if still else None):
-                size = seen.size
-                seen = replace(seen, resize=Resize(self.width, self.height, fit, size))
-            size = spec.strength, half, model, factors, "off", number
-            given.append(reference(seen, *size, **how))
+                seen = replace(seen, resize=Resize(self.width, self.height, fit, seen.size))
+            given.append(reference(seen, spec.strength, half, model, factors, "off", number, **how))
         if self.skip_stage_2:
             made = denoise_once(clip, half, options, loras, given)
             return [*text(clip), *made, *decoded(clip, half, model, options)]
@@ -227,7 +225,7 @@ class ICLora(Request):
             given = [replace(given[0], source=source)]
             after = [Compose(replace(source, geometry=full, stride=1), region)]
             if seen.footage.info.has_sound and self.audio:
-                how = {"fit": "zeros", "num_videos": len(clip.seeds), "record": "source.audio"}
+                how = {"zeros": True, "num_videos": len(clip.seeds), "record": "source.audio"}
                 before = [SourceSound(seen.footage.path, full, seen.footage.start_s, **how)]
                 kept = {"frozen": ("audio",), "sound": False}
         first, second = {"given": given, **kept}, {"loras": loras.extra, **kept}

@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from ltx2rt.config import AudioVaeConfig, ModelConfig
-from ltx2rt.errors import InputError
 from ltx2rt.media.mp4 import Sound, fitted_blocks
 from ltx2rt.media.sound import resample, sound_blocks, stretched
 from ltx2rt.models.geometry import Geometry, pixel_frames
@@ -36,17 +35,17 @@ class SourceSound(Stage):
     """path: any file with sound, of which `max_duration_s` (None: as long as the clip) from
     `start_s` on are used.
 
-    fit: of sound that ends before the clip's latents, "error" refuses it, "pad" appends silence to
-    the clip's end, and "zeros" appends zeros to its latents; then sound that begins after `start_s`
-    also has silence before it. sound: whether it becomes the clip's sound. record: the latents'
-    name in `--latents-out`. track: as of `Tracks.audio`. speed: as of `Footage`.
+    Silence follows a sound that ends before the clip's latents. zeros: zeros follow its latents
+    instead, and silence precedes a sound that begins after `start_s`. sound: whether it becomes
+    the clip's sound. record: the latents' name in `--latents-out`. track: as of `Tracks.audio`.
+    speed: as of `Footage`.
     """
 
     path: Path
     geometry: Geometry
     start_s: float = 0.0
     max_duration_s: float | None = None
-    fit: str = "error"
+    zeros: bool = False
     num_videos: int = 1
     sound: bool = True
     record: str = "audio_input"
@@ -64,7 +63,7 @@ class SourceSound(Stage):
         return self.clip_s if self.max_duration_s is None else self.max_duration_s
 
     def _blocks(self, say: Callable[[str], None]) -> Iterator[tuple[int, np.ndarray]]:
-        how = {"on_time": self.fit == "zeros", "say": say, "track": self.track}
+        how = {"on_time": self.zeros, "say": say, "track": self.track}
         return sound_blocks(self.path, self.start_s, self.length_s * float(self.speed), **how)
 
     @cached_property
@@ -94,7 +93,7 @@ class SourceSound(Stage):
     def needed(self) -> int:
         """Mel samples for all latents: the last one's first mel frame, and its mirror."""
         g = self.geometry
-        encoded = 1 if self.fit == "zeros" else g.audio_latents
+        encoded = 1 if self.zeros else g.audio_latents
         return max((encoded - 1) * g.audio_time_factor * g.mel_hop, WINDOW // 2 + 1)
 
     def padding(self, size: int, rate: int) -> int:
@@ -110,18 +109,9 @@ class SourceSound(Stage):
     def check(self, session: Session) -> None:
         """Reads the file whole: the length in its header may be wrong."""
         sound, rate, missing = self.heard
-        said, length_s = [*missing], sound.size / rate
+        said = [*missing]
         if self.padding(sound.size, rate):
-            needed_s = self.needed / self.geometry.mel_sample_rate
-            lasts = f"{self.path}: its sound lasts {length_s:.4f} s"
-            if self.fit == "error":
-                g = self.geometry
-                fitting = frames_within(length_s, g.fps, g.time_factor)
-                raise InputError(
-                    f"{lasts}, a clip of {self.clip_s:.4f} s needs {needed_s:.4f} s; {fitting} "
-                    f"frames fit ({float(fitting / g.fps):.4f} s); leave the length out, or fill up "
-                    "with silence by --audio-fit pad"
-                )
+            lasts = f"{self.path}: its sound lasts {sound.size / rate:.4f} s"
             said.append(f"{lasts}; silence follows up to {self.clip_s:.4f} s")
         say(session, said)
 

@@ -97,7 +97,7 @@ def latents_of(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, 
         found["mask"] = _mask(piece(clip.mask, g, tuple(min(i, last) for i in job.frames)))
     if job.sound:
         state = State()
-        SourceSound(job.sound, g, job.start_s, fit="pad", sound=False).run(session, state, watch)
+        SourceSound(job.sound, g, job.start_s, sound=False).run(session, state, watch)
         found["audio"] = state.source["audio"][0]
     if reference := job.followed(session.config):
         found["audio_reference"] = reference.latents(session)[0]

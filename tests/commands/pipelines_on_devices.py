@@ -34,7 +34,7 @@ def clips(folder: Path) -> dict[str, dict]:
     return {
         "hq": size | {"steps": 2, "images": images},
         "keyframes": size | {"steps": 2, "images": images},
-        "a2v": size | {"steps": 2, "audio_path": film, "audio_fit": "pad"},
+        "a2v": size | {"steps": 2, "audio_path": film},
         "retake": {"steps": 2, "video_path": film} | part,
         "ic-lora": size | followed | {"conditioning_attention_strength": 0.6},
         "t2a": {"steps": 2, "num_frames": 25},

@@ -85,7 +85,7 @@ def main_file(model):
     ("hq --distilled-lora-strength-stage-1 nan", "--distilled-lora-strength-stage-1: nan"),
     ("hq --distilled-lora-strength-stage-2 1e9", "--distilled-lora-strength-stage-2: 1e+09"),
     ("hq --steps 10001", "--steps: 10001"),
-    ("a2v --audio-path {picture} --audio-fit stretch", "--audio-fit"),
+    ("a2v --audio-path {picture} --audio-fit pad", "silence follows a sound"),
     ("a2v --audio-path {picture}", "holds no sound"),
     ("a2v --audio-path {folder}", "is a folder"),
     ("t2a", "out.mp4"),

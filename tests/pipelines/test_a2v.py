@@ -110,7 +110,7 @@ def opened(tiny):
     ({"audio_max_duration": 0.5}, 9, []),
     ({"seconds": 0.3}, 9, []),
     ({"segment_frames": 17, "fps": 48}, 41, [0, 8, 16, 24]),
-    ({"fps": 8, "audio_fit": "pad", "num_frames": 25, "segment_frames": 17}, 25, [0, 8]),
+    ({"fps": 8, "num_frames": 25, "segment_frames": 17}, 25, [0, 8]),
 ])  # fmt: skip
 def test_the_sound_decides_the_length(song, opened, more, frames, starts):
     """Of the clip, and of one in segments, each of which hears its own part of it."""

@@ -63,7 +63,7 @@ def test_latents_agree(sessions, images, film, name):
     own = {
         "retake": of_film | {"start_time": 0.3, "end_time": 0.5},
         "extend": of_film | {"join": film, "extend_frames": 15, "guided": True, "steps": 2},
-        "a2v": SMALL | {"audio_path": film, "audio_fit": "pad"},
+        "a2v": SMALL | {"audio_path": film},
     }
     assert_agree(sessions, name, **own.get(name, SMALL | given | {"image_crf": 0}))
 
@@ -82,7 +82,7 @@ def test_guided_pipelines_on_distilled_weights_agree(on_both, images, film, name
     clip = {"num_frames": 9, "seed": 3, "nag": (11, 2.5, 0.25), "negative_prompt": "rain"}
     clip |= {} if name == "t2a" else {"width": 64, "height": 64}
     if name == "a2v":
-        clip |= {"audio_path": film, "audio_fit": "pad"}
+        clip |= {"audio_path": film}
     if name == "keyframes":
         clip |= {"images": tuple(parse_image((path, i * 8)) for i, path in enumerate(images))}
     found = assert_agree(both, name, **clip)

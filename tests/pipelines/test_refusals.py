@@ -139,7 +139,6 @@ REFUSED = {
         "--audio-path gone.wav": "--audio-path: gone.wav does not exist",
         "--audio-path song.wav --audio-start-time=-1": "--audio-start-time: -1, expected 0 or more",
         "--audio-path song.wav --audio-max-duration 0": "--audio-max-duration: 0, expected more",
-        "--audio-path song.wav --num-frames 33": "--audio-fit pad",
         "--audio-path song.wav --audio-start-time 1.1": "its sound ends before 1.1 s",
         "--audio-path text.mp4": "no readable sound",
     },

@@ -18,7 +18,6 @@ from ltx2rt.stages import source_sound
 from ltx2rt.stages.segments import PartOfSound
 from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import State
-from tests.conftest import refused
 from tests.parity import relative_l2
 
 RATE, FRAMES, FPS = 22050, 17, Fraction(24)  # 0.708 s, 18 latents, which need 17 / 25 s
@@ -93,17 +92,15 @@ def test_missing_sound_is_said_once_by_the_main_process(sessions, tmp_path, caps
     assert capsys.readouterr().err == ""
 
 
-def test_sound_too_short_is_refused_or_filled_up(sessions, tmp_path, capsys):
+def test_silence_follows_a_sound_that_is_too_short(sessions, tmp_path, capsys):
     """A file of 17 / 25 s is whole, two samples less are short."""
     session, enough = sessions["cuda"], round(17 / 25 * RATE)
     recording(tmp_path / "enough.wav", enough)
     stage(session, tmp_path / "enough.wav").check(session)
     short = recording(tmp_path / "short.wav", enough - 2)
-    with refused(r"lasts 0\.6799 s, a clip of 0\.7083 s needs 0\.6800 s; .* --audio-fit pad"):
-        stage(session, tmp_path / "short.wav").check(session)
-    capsys.readouterr()
-    padded = run(session, stage(session, tmp_path / "short.wav", fit="pad"))
-    assert capsys.readouterr().err.endswith("silence follows up to 0.7083 s\n")
+    assert capsys.readouterr().err == ""
+    padded = run(session, stage(session, tmp_path / "short.wav"))
+    assert capsys.readouterr().err.endswith("lasts 0.6799 s; silence follows up to 0.7083 s\n")
     length = round(FRAMES / FPS * RATE)
     filled = np.pad(short, ((0, 0), (0, length - short.shape[1])))
     np.testing.assert_array_equal(padded.waveforms[0], filled)

@@ -98,7 +98,7 @@ def sources(folder: Path) -> dict[str, dict[str, Any]]:
         "hq": size | images | {"steps": 2},
         "distilled": size,
         "keyframes": size | images | {"steps": 2, "images": [(str(image), 0), (str(image), 16)]},
-        "a2v": size | {"steps": 2, "audio_path": str(film), "audio_fit": "pad"},
+        "a2v": size | {"steps": 2, "audio_path": str(film)},
         "v2v": {"video_path": str(film)},
         "retake": {"video_path": str(film), "start_time": 0.3, "end_time": 0.5},
         "extend": {"video_path": str(film)},

@@ -182,7 +182,7 @@ class SourceClip(Duration):
 
     def sound(self, clip: Clip, model: ModelConfig, **how: Any) -> SourceSound:
         """The sound of these frames. how: more fields of the stage."""
-        how = {"num_videos": len(clip.seeds), "fit": "zeros", "record": "source.audio", **how}
+        how = {"num_videos": len(clip.seeds), "zeros": True, "record": "source.audio", **how}
         how |= {"track": self.audio_track, "speed": clip.given.speed}
         return SourceSound(self.path, clip.geometry(model), clip.given.start_s, **how)
 
