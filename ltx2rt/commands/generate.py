@@ -48,8 +48,9 @@ from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.seeds import draw_seed
 from ltx2rt.pipelines.groups.size import Length, Pixels
 from ltx2rt.pipelines.groups.text import Prompt
+from ltx2rt.pipelines.kind import wanted_kind
 from ltx2rt.pipelines.recipes import PRESETS, drafted, recipe
-from ltx2rt.pipelines.request import Request, wanted_kind
+from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.mesh import in_words
 from ltx2rt.run import history
 from ltx2rt.run.files import Files

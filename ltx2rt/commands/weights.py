@@ -15,7 +15,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import add_flags, given_flags
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.pipelines import FIRST, pipeline, pipelines
-from ltx2rt.pipelines.request import samples_dev
+from ltx2rt.pipelines.kind import samples_dev
 from ltx2rt.session.open import accelerator_room
 from ltx2rt.session.options import ModelOptions, parse_lora
 from ltx2rt.weights import hub

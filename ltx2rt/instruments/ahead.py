@@ -24,7 +24,8 @@ from ltx2rt.pipelines.build import Loras
 from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
-from ltx2rt.pipelines.request import Request, fitted
+from ltx2rt.pipelines.kind import fitted
+from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, slice_chips, topology
 from ltx2rt.placement.mesh import canonical

@@ -32,7 +32,8 @@ from ltx2rt.stages.source_sound import SourceSound
 from ltx2rt.stages.stage import Stage
 
 if TYPE_CHECKING:
-    from ltx2rt.pipelines.request import Loras, Request
+    from ltx2rt.pipelines.build import Loras
+    from ltx2rt.pipelines.request import Request
 
 G = TypeVar("G", bound=Group)
 

@@ -20,7 +20,8 @@ from ltx2rt.pipelines.build import Loras
 from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.seeds import SEED_LIMIT
 from ltx2rt.pipelines.groups.segments import made_of
-from ltx2rt.pipelines.request import Request, distilled_lora, fitted
+from ltx2rt.pipelines.kind import distilled_lora, fitted
+from ltx2rt.pipelines.request import Request
 from ltx2rt.run.files import Files
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import NO_LORA, DistilledWeights, LoraSpec, ModelOptions, PlannedLora

@@ -27,8 +27,9 @@ from ltx2rt.pipelines.groups.images import Images, parse_frame
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, with_sides
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.source_clip import DECIDES, SourceClip
+from ltx2rt.pipelines.kind import distilled_lora, fitted, is_distilled, learnt
 from ltx2rt.pipelines.recipes import PRESETS, recipe
-from ltx2rt.pipelines.request import Request, distilled_lora, fitted, is_distilled, learnt
+from ltx2rt.pipelines.request import Request
 from ltx2rt.placement.devices import known_kind
 from ltx2rt.run.plan import make_plan, to_enhance
 from ltx2rt.run.recording import with_log

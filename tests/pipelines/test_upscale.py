@@ -12,7 +12,7 @@ from ltx2rt.media.sound import read_sound
 from ltx2rt.media.video import read_frames
 from ltx2rt.models.geometry import pack_audio, pack_video, video_positions
 from ltx2rt.pipelines import make_request
-from ltx2rt.pipelines.request import fitted
+from ltx2rt.pipelines.kind import fitted
 from ltx2rt.run.plan import resolved_stages
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import LoraSpec, ModelOptions

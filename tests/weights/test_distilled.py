@@ -13,7 +13,7 @@ from PIL import Image
 from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.media.sound import write_wav
 from ltx2rt.pipelines import make_request, pipelines
-from ltx2rt.pipelines.request import distilled_lora, fitted
+from ltx2rt.pipelines.kind import distilled_lora, fitted
 from ltx2rt.placement.devices import device_kind
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.plan import make_plan
