@@ -49,9 +49,8 @@ def _tpu(
     neighbours: Mapping[int, tuple[float, float]] | None = None,
 ) -> DeviceKind:
     """A row of `KINDS`; size in bytes, rates in FLOP/s and bytes/s."""
-    rates = flops, flops, memory, link
     return DeviceKind(
-        name, "tpu", "tpu", profile, size, *rates, COLLECTIVE_S, found_as, neighbours or {},
+        name, "tpu", "tpu", profile, size, flops, flops, memory, link, COLLECTIVE_S, found_as, neighbours or {},
         sustained=next((one for one in COMPILED if one.on == name), None),
     )  # fmt: skip
 

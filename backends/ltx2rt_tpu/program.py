@@ -393,8 +393,8 @@ class Loop(Ahead):
             results = run(body, weights, ordered, self.unrolled, self.ops)
             return dict(zip(body.outputs, results, strict=True))
 
-        specs = weight_specs(body), own(self.place), P(), P(), P()
-        step = on_mesh(local, self.place, *specs, out=P())
+        weights_lie, prepared_lie = weight_specs(body), own(self.place)
+        step = on_mesh(local, self.place, weights_lie, prepared_lie, P(), P(), P(), out=P())
 
         def one(i, outputs):
             return step(weights, prepared, constants, outputs, i)
@@ -415,11 +415,11 @@ class Loop(Ahead):
         types = {name: v.type for name, v in body.outputs.items()}
         zeros = {n: np.zeros(t.shape, NUMPY_DTYPES[t.dtype]) for n, t in types.items()}
         outputs = {n: given[n] if n in state else replicate(x, place) for n, x in zeros.items()}
-        fixed = weights_on(place, body, weights), prepared, constants
+        laid = weights_on(place, body, weights)
 
         def started(outputs: dict[str, Array]) -> Iterator[dict[str, Array]]:
-            for i in range(start, num_steps):
-                outputs = self.steps(*fixed, outputs, np.int32(i), np.int32(i + 1))
+            for i in map(np.int32, range(start, num_steps)):
+                outputs = self.steps(laid, prepared, constants, outputs, i, i + np.int32(1))
                 yield outputs
 
         for finished in overlapped(started(outputs), 1):

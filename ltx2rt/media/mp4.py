@@ -337,8 +337,10 @@ class FollowedClip:
             av.open(Sink(self._stream), "w", format="mp4", options=options | FRAGMENTS),
         )
         _describe(files[0], container, comment, origin)
-        how = container, fps, sample_rate, pixel_aspect, colours
-        self._files = [(file, *_streams(file, *how)) for file in files]
+        self._files = [
+            (file, *_streams(file, container, fps, sample_rate, pixel_aspect, colours))
+            for file in files
+        ]
 
     def add(self, frames: Iterable[np.ndarray], waveform: np.ndarray | None) -> None:
         """frames: u8[H, W, 3] each, or signals as `write_mp4` takes them. waveform: f32[2, N], the

@@ -518,9 +518,10 @@ def write_wav(
 
 def write_float_wav(path: Path, waveform: np.ndarray, sample_rate: int) -> None:
     """f32[1 or 2, N] bit for bit."""
-    channels = len(waveform)
-    how = 3, channels, sample_rate, 4 * channels * sample_rate, 4 * channels, 32  # IEEE floats
-    body = _chunk(b"fmt ", struct.pack("<HHIIHH", *how))
+    frame_bytes, ieee_float = 4 * len(waveform), 3
+    body = _chunk(b"fmt ", struct.pack(
+        "<HHIIHH", ieee_float, len(waveform), sample_rate, frame_bytes * sample_rate, frame_bytes, 32
+    ))  # fmt: skip
     body += _chunk(b"data", np.ascontiguousarray(waveform.T, "<f4").tobytes())
     path.write_bytes(_chunk(b"RIFF", b"WAVE" + body))
 

@@ -60,12 +60,12 @@ class DubIt(Request):
     def stages(
         self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
     ) -> list[Stage]:
-        half, full = clip.first(model), clip.geometry(model)
-        given, how = self[ReferenceClip], (model, options, loras)
+        half, full, given = clip.first(model), clip.geometry(model), self[ReferenceClip]
+        half_clip, full_clip = (given.seen(clip, n, model, options, loras) for n in (0, 1))
         sound = SoundReference(given.path, half, FLAG, before=True, silent=True)
-        first = {"given": (given.seen(clip, 0, *how), sound), "sound": True}
-        second = {"given": (given.seen(clip, 1, *how), LatentSound(full)), "frozen": ("audio",)}
-        return in_two_passes(clip, *how, first, second)
+        first = {"given": (half_clip, sound), "sound": True}
+        second = {"given": (full_clip, LatentSound(full)), "frozen": ("audio",)}
+        return in_two_passes(clip, model, options, loras, first, second)
 
 
 PIPELINE = DubIt

@@ -65,10 +65,12 @@ class HdrICLora(Request):
     def stages(
         self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
     ) -> list[Stage]:
-        seen, how = self[ReferenceClip].seen, (model, options, loras)
-        first = {"given": (seen(clip, 0, *how),)}
-        second = {"given": (seen(clip, 1, *how),), "sigmas": SIGMAS}
-        return in_two_passes(clip, *how, first, second, sound=False, streams=("video",))
+        seen = self[ReferenceClip].seen
+        first = {"given": (seen(clip, 0, model, options, loras),)}
+        second = {"given": (seen(clip, 1, model, options, loras),), "sigmas": SIGMAS}
+        return in_two_passes(
+            clip, model, options, loras, first, second, sound=False, streams=("video",)
+        )
 
 
 PIPELINE = HdrICLora

@@ -143,8 +143,13 @@ class WeightStore:
             added = self.checkpoint.source(part)
             source = source.joined(added, added.names())
         if merged := _merged(loras):
-            how = self.dtype, self.backend.merge, self.options.lora_allow_partial
-            source = MergedSource(source, self._opened(merged), *how)
+            source = MergedSource(
+                source,
+                self._opened(merged),
+                self.dtype,
+                self.backend.merge,
+                self.options.lora_allow_partial,
+            )
         return source
 
     def _opened(self, loras: Sequence[LoraSpec]) -> list[Lora]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, repeat
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -83,29 +83,34 @@ class ClipEnd(Conditioning):
 
 def ends(
     clip: Geometry, before: WholeClip | None, after: WholeClip | None, overlap: int, guide: int,
-    *how: Any,
+    tiling: str, model: ModelConfig, inset: Inset | None = None,
 ) -> Iterator[ClipEnd]:  # fmt: skip
     """The clip that continues `before` and leads to `after`.
 
     overlap: pixel frames of either that the stage's clip repeats, 8k + 1. guide: the clip's pixel
-    frame that is the first of `after`. how: the end of `_frames`' arguments. The encoder is causal,
+    frame that is the first of `after`. inset: as of `SourceVideo`. The encoder is causal,
     and its first latent is one frame: frames 1 to 8k of `after` are encoded after 9 equal frames,
     the two latents of these are left out, and frame 0 is a guide with the clip.
     """
     latents = (overlap - 1) // clip.time_factor + 1
     if before is not None:
         first = before.info.num_frames - overlap
-        yield ClipEnd(_frames(clip, before, latents, first, 0, *how), clip, "tail")
+        yield ClipEnd(_frames(clip, before, latents, first, 0, tiling, model, inset), clip, "tail")
     if after is not None:
-        head = _frames(clip, after, latents + 1, 0, clip.time_factor, *how)
+        head = _frames(clip, after, latents + 1, 0, clip.time_factor, tiling, model, inset)
         place = clip.frames - (latents - 1)
         yield ClipEnd(head, clip, "head", skip=2, latent=place)
-        yield ClipEnd(_frames(clip, after, 1, 0, 0, *how), clip, "first", frame=guide)
+        yield ClipEnd(
+            _frames(clip, after, 1, 0, 0, tiling, model, inset), clip, "first", frame=guide
+        )
 
 
-def leading(clip: Geometry, file: WholeClip, strength: float, *how: Any) -> ClipEnd:
-    """The first frame of a file as a guide one latent frame before the clip. how: as of `ends`."""
-    source = _frames(clip, file, 1, 0, 0, *how)
+def leading(
+    clip: Geometry, file: WholeClip, strength: float, tiling: str, model: ModelConfig,
+    inset: Inset | None,
+) -> ClipEnd:  # fmt: skip
+    """The first frame of a file as a guide one latent frame before the clip."""
+    source = _frames(clip, file, 1, 0, 0, tiling, model, inset)
     return ClipEnd(source, clip, "anchor", frame=-clip.time_factor, strength=strength)
 
 

@@ -204,8 +204,9 @@ class Splice(FramesStage):
             rate = self.clip.footage.rate
             made = resample(np.asarray(state.waveforms), state.sample_rate, rate)
             first = round(self.video.start / self.clip.info.fps * rate)
-            how = self.clip.footage.sound(rate), *self.seconds, rate, first
-            state.hear([splice_sound(one, *how) for one in made], rate)
+            source = self.clip.footage.sound(rate)
+            spliced = [splice_sound(one, source, *self.seconds, rate, first) for one in made]
+            state.hear(spliced, rate)
 
     def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         start = self.video.start

@@ -376,11 +376,10 @@ def continued(
         yield PastSound(past)
     for stage in stages:
         if isinstance(stage, Denoise) and "video" not in stage.frozen:
-            how = options.vae_tiling, model, inset
-            tail = ends(stage.geometry, before, None, overlap, 0, *how)
-            guide = [leading(stage.geometry, *anchor, *how)] if anchor else []
-            given = (*stage.given, *tail, *guide)
-            stage = replace(stage, given=given)
+            size, tiling = stage.geometry, options.vae_tiling
+            tail = ends(size, before, None, overlap, 0, tiling, model, inset)
+            guide = [leading(size, *anchor, tiling, model, inset)] if anchor else []
+            stage = replace(stage, given=(*stage.given, *tail, *guide))
             yield GivenLatents(stage.name, stage.given)
         if isinstance(stage, Denoise) and "audio" not in stage.frozen:
             stage = replace(stage, masks={**stage.masks, **masks})
