@@ -9,7 +9,8 @@
 #   6  where the time goes, each kernel over its floor, peak memory, weights from host memory, half of the evaluations
 #
 # A call ends within CALL_S (560) and leaves one archive, OUT/call-N.tgz, whatever happened to its parts: each part of
-# on_gpu.sh has a limit of its own, one that fails or is cut off leaves what it had, and the next one goes on.
+# on_gpu.sh has a limit of its own, one that fails or is cut off leaves what it had, and the next one goes on. Limits
+# may come to more than CALL_S: the last part has what the others left.
 # Where there is nvidia-smi, a part's power.csv has the card's power, clock, temperature and memory five times a second, and
 # the summary its mean and maximum, and its energy; a clock counts while the power is over half of the maximum.
 # PARTS: lines `NAME SECONDS PART FLAG ...` to run in place of the call's own. The rest of the environment is on_gpu.sh's.
@@ -39,7 +40,7 @@ compiled 150 peer --peer diffusers-compiled --repeats 2
 float8 150 peer --peer diffusers-float8 --weights-dtype float8 --repeats 2
 step-compiled 110 step --generation 2.5 --pipeline distilled --clip 1920 1088 121 --rounds 3 --compile" ;;
   4) own="train 150 train --preset ltx-2.5 --sizes 768x512x49
-serve 60 serve
+serve 120 serve
 unpack 60 unpack
 pin 90 pin
 race 190 race --sustain 10" ;;
@@ -108,7 +109,7 @@ while read -r name limit part flags; do
   [ "$ended" = 0 ] || status=1
   {
     echo "== $name: status $ended, $((SECONDS - from)) s"
-    grep -vE '^ *$|Warning' "$kept/$name/log" | tail -n 14 | cut -c1-170
+    grep -vE '^ *$|Warning|^written to ' "$kept/$name/log" | tail -n 14 | cut -c1-170
     [ -z "$meter" ] || metered "$kept/$name/power.csv"
   } >> "$kept/summary"
 done <<< "${PARTS:-$own}"

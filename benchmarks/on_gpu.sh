@@ -187,7 +187,7 @@ case $part in
     ;;
   kernels-of) benchmark kernels --device cuda --output "$OUT/kernels-of.json" "$@" ;;
   unpack)
-    benchmark kernels --device cuda --ops unpack --stored int8 float8 nvfp4 mxfp8 Q8_0 Q4_K Q6_K \
+    benchmark kernels --device cuda --ops unpack --stored int8 "int8 rotated by 256" float8 nvfp4 mxfp8 Q8_0 Q4_K Q6_K \
       --contestants kernel eager --rounds 3 --output "$OUT/kernels-stored.json" "$@"
     ;;
   cold-start)

@@ -184,6 +184,10 @@ def main() -> None:
             if args.sustain
             else cases(device, args.shrink, args.attention)
         )
+        facts = {"benchmark": "race", **machine("torch"), "shrink": args.shrink}
+        facts |= {"sustain_s": args.sustain, "rows": rows}
+        if device.type == "cuda":
+            facts["device"] = torch.cuda.get_device_name()
         for name, flop, run in found:
             library, began = name.split()[-1], time.time()
             if library in LIBRARIES:
@@ -193,13 +197,13 @@ def main() -> None:
             except (RuntimeError, NotImplementedError) as error:
                 rows.append({"name": name, "error": str(error).strip().split("\n")[0][:200]})
                 print(f"{name:48} {rows[-1]['error'][:100]}", flush=True)
-                continue
-            rows.append({"name": name, "flop": flop, "s": spread, "from": began, "to": time.time()})
-            rate = flop / spread.median / 1e12
-            print(f"{name:48} {1e3 * spread.median:9.3f} ms {rate:8.1f} TFLOP/s", flush=True)
-    facts = {"benchmark": "race", "device": str(device), "shrink": args.shrink}
-    facts |= {"sustain_s": args.sustain, "rows": rows}
-    record(args.output, facts | machine("torch"))
+            else:
+                rows.append(
+                    {"name": name, "flop": flop, "s": spread, "from": began, "to": time.time()}
+                )
+                rate = flop / spread.median / 1e12
+                print(f"{name:48} {1e3 * spread.median:9.3f} ms {rate:8.1f} TFLOP/s", flush=True)
+            record(args.output, facts)  # a run that is cut off leaves its rows so far
 
 
 if __name__ == "__main__":

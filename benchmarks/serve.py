@@ -73,7 +73,8 @@ class Server:
             "--data",
             folder,
         ]
-        words += ["--port", "0", "--warm", *shapes]
+        # a job that still runs at the end has 2000 steps, and is not waited for
+        words += ["--port", "0", "--drain", "0", "--warm", *shapes]
         self.log = folder.with_suffix(".log")
         with self.log.open("w") as log:
             argv = [sys.executable, "-m", "ltx2rt", *map(str, words)]
@@ -220,8 +221,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         server.until(lambda: not server.ready())
         restart = server.until(server.ready)
     finally:
-        server.process.send_signal(signal.SIGTERM)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.terminate()
         server.process.wait()
     return {
         "job_s": {

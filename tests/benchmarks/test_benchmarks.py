@@ -415,7 +415,12 @@ def test_on_gpu_all_makes_every_call_and_each_goes_on_after_a_part_that_fails(tm
     with tarfile.open(tmp_path / "call-2.tgz") as archive:
         names = {name for name in archive.getnames() if name.endswith((".json", "log", "summary"))}
         race = json.load(archive.extractfile("./race/race.json"))
-    assert names == {"./summary", "./bad/log", "./race/log", "./race/race.json", "./slow/log"}
+    left = {
+        "./summary",
+        "./bad/log",
+        *(f"./{n}/{f}" for n in ("race", "slow") for f in ("log", "race.json")),
+    }
+    assert names == left  # also the rows of a race that was cut off
     raced = {row["name"].split()[0] for row in race["rows"]}
     assert raced >= {"flash2", "efficient", "math", "bfloat16", "float8"}
     assert any("error" not in row for row in race["rows"])
@@ -522,6 +527,14 @@ def test_on_gpu_names_the_parts_that_it_has():
     assert known and described == cases == [*known[1].split(), "all"]
     for name in re.findall(r"\bbenchmark ([a-z_]+) ", script):
         assert ON_GPU.with_name(f"{name}.py").exists(), name
+
+
+def test_docs_say_what_each_call_of_first_gpu_answers():
+    said = re.findall(
+        r"^#   (\d)  (.+)$", ON_GPU.with_name("first_gpu.sh").read_text(), re.MULTILINE
+    )
+    docs = ON_GPU.parents[1].joinpath("docs", "benchmarks.md").read_text()
+    assert re.findall(r"^benchmarks/first_gpu\.sh (\d)   # (.+)$", docs, re.MULTILINE) == said
 
 
 @pytest.mark.parametrize("large", [0, LARGE])
