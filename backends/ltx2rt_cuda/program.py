@@ -43,8 +43,8 @@ def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
 
 def upload(graph: Graph, name: str, value: Any, device: TorchDevice) -> torch.Tensor:
     """The input `name` of `graph` on the device; a wrong shape is a ValueError."""
-    tensor = value if isinstance(value, torch.Tensor) else to_torch(np.asarray(value))
-    return device.upload(tensor.to(dtype=DTYPES[graph.input_type(name, tensor.shape).dtype]))
+    dtype = DTYPES[graph.input_type(name, value.shape).dtype]
+    return device.upload(to_torch(value).to(dtype))
 
 
 class Program:
@@ -198,8 +198,8 @@ class Loop:
 
     def values(self, given: Tensors, prepared: Tensors) -> Tensors:
         """Inputs of the body; inputs that differ by step are stacked for all steps."""
-        names = self.body.graph.inputs
-        return {name: prepared[name] if name in prepared else given[name] for name in names}
+        values = given | prepared
+        return {name: values[name] for name in self.body.graph.inputs}
 
     def _step(
         self, weights: Weights, given: Tensors

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 from ltx2rt.errors import GraphError
@@ -27,14 +28,12 @@ SHORT = dict(zip(DTYPE_BYTES, ("f32", "bf16", "i32", "f8", "i8", "u8"), strict=T
 Cut = tuple[int, int, int]  # (dim, start, stop): a slice of a tensor along one dimension
 
 
-_NUMBERED = re.compile(r"(?:(\d+)\*\+(\d+))|\*")
-
-
+@lru_cache(2**14)  # a run asks for 2784 names of LTX-2.3's transformer before each stage
 def numbered(name: str, iteration: int) -> str:
     """A parameter's name in one iteration of a repeat: `*` is the number, `6*+5` 6 times it + 5."""
-    if "*" not in name:
-        return name
-    return _NUMBERED.sub(lambda m: str(int(m[1] or 1) * iteration + int(m[2] or 0)), name)
+    return re.sub(
+        r"(\d+)\*\+(\d+)|\*", lambda m: str(int(m[1] or 1) * iteration + int(m[2] or 0)), name
+    )
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ registers take its place, so it need not be zeroed.
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -116,16 +117,17 @@ def connector(
 
     o = o.under(f"model.diffusion_model.{modality}_embeddings_connector")
     registers = o.param("learnable_registers", registers=config.num_registers, D=width)
-    count = tokens // config.num_registers
-    copies = o.expand(registers, axis="copies", size=count, before="registers")
+    copies = o.expand(
+        registers, axis="copies", size=tokens // config.num_registers, before="registers"
+    )
     found = o.take(x, order, axis="text")
     x = o.select(is_token, found, o.merge(copies, axes=("copies", "registers"), into="text"))
 
     def block(o: Ops, carry: dict, invariant: dict, data: dict) -> tuple[dict, dict]:
         x, eps = carry["x"], text.norm_eps
         h = o.rms_norm(x, over=("D",), eps=eps)
-        how: dict[str, Any] = {"eps": eps, "gated": config.gated_attention}
-        how["rope"] = (invariant["cos"], invariant["sin"])
+        rope = invariant["cos"], invariant["sin"]
+        how: dict[str, Any] = {"eps": eps, "gated": config.gated_attention, "rope": rope}
         x += attention(o.under("attn1"), h, h, config.num_heads, config.head_dim, **how)
         h = o.rms_norm(x, over=("D",), eps=eps)
         return {"x": x + feed_forward(o.under("ff"), h, config.ff_bias)}, {}
@@ -147,8 +149,14 @@ def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
     if not config.per_token_norm:
         inputs["mask"] = mask.astype(np.int32)
     for modality, connector in (("video", config.video), ("audio", config.audio)):
-        grid = frequency_grid(connector.width, 1, config.rope_theta, config.rope_float64_grid)
-        tables = axis_angles(np.arange(tokens), config.rope_max_pos, grid)
-        for table, values in zip(("cos", "sin"), tables, strict=True):
-            inputs[f"{modality}_{table}"] = values.reshape(tokens, connector.num_heads, -1)
+        cos, sin = _angles(config, connector, tokens)
+        inputs |= {f"{modality}_cos": cos, f"{modality}_sin": sin}
     return inputs
+
+
+@lru_cache(4)
+def _angles(config: TextConfig, connector: ConnectorConfig, tokens: int) -> list[np.ndarray]:
+    """cos and sin of every position, (text, heads, pairs): the same for all prompts, 30 ms to make."""
+    grid = frequency_grid(connector.width, 1, config.rope_theta, config.rope_float64_grid)
+    tables = axis_angles(np.arange(tokens), config.rope_max_pos, grid)
+    return [table.reshape(tokens, connector.num_heads, -1) for table in tables]

@@ -151,8 +151,8 @@ def token_feeds(
             f"{config.vocab_size} tokens; use the tokenizer in its own folder"
         )
     check_mask(mask)
-    tokens = token_ids.shape[1]
-    back = np.arange(tokens)[:, None] - np.arange(tokens)  # how far column j lies behind row i
+    columns = np.arange(token_ids.shape[1])
+    back = columns[:, None] - columns  # how far column j lies behind row i
     seen = (back >= 0) & (mask[:, None, :] != 0)
     return {
         "token_ids": token_ids.astype(np.int32),

@@ -220,8 +220,7 @@ def blend_tiles(
             for (r, top), (c, left) in itertools.product(*seams):
                 tile = to_host(next(decoded))
                 expected = (1, 3, len(t.weights), len(r.weights), len(c.weights))
-                if tile.shape != expected:
-                    raise ValueError(f"a decoded tile has shape {tile.shape}, expected {expected}")
+                assert tile.shape == expected, f"a tile of {tile.shape}, expected {expected}"
                 each = tile[0].swapaxes(0, 1)
                 if tile.shape[3:] == (height, width):
                     before = itertools.chain(waiting.swapaxes(0, 1), itertools.repeat(None))

@@ -129,6 +129,12 @@ def test_places_hold_the_tokens_in_order_and_then_no_token(mask):
         assert inputs["is_token"][row].tolist() == [1] * length + [0] * (TOKENS - length)
 
 
+def test_prompts_share_the_tables_of_positions():
+    """Their angles take longer than the rest of the text stage's work on the host."""
+    first, second = (connectors.feeds(CONFIGS["2.3"], padded(side)) for side in ("left", "right"))
+    assert all(first[n] is second[n] for n in first if n.endswith(("_cos", "_sin")))
+
+
 @pytest.mark.parametrize("generation", ["2.0", "2.3"])
 @settings(max_examples=10, deadline=None)
 @given(mask=masks, scale=st.sampled_from([0.0, 1e6]))
