@@ -109,7 +109,7 @@ class Clip:
         if not isinstance(path, (str, os.PathLike)):
             with TemporaryDirectory() as folder:
                 file = Path(folder, f"clip.{form.removeprefix('.')}")
-                self.save(file, provenance=provenance, sign=sign)
+                self.save(file, provenance=provenance, sign=sign, timestamp=timestamp)
                 path.write(file.read_bytes())
             return
         output, count = Path(path), len(self.frames) or self.settings["num_frames"]

@@ -71,6 +71,8 @@ def test_a_clip_goes_into_open_files_and_notebooks(clip):
             assert stream.codec_context.codec.canonical_name == codec
     with refused("not named"):
         clip.save(io.BytesIO(), form="avi")
+    with refused("--timestamp dates a signature"):
+        clip.save(io.BytesIO(), timestamp="http://127.0.0.1:9/x")
     wide = replace(clip, frames=np.zeros((3, 400, 1200, 3), np.uint8))
     for one, size in ((clip, (128, 64)), (wide, (512, 170))):
         shown = re.fullmatch(

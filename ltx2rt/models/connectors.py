@@ -158,5 +158,7 @@ def feeds(config: TextConfig, mask: np.ndarray) -> dict[str, np.ndarray]:
 def _angles(config: TextConfig, connector: ConnectorConfig, tokens: int) -> list[np.ndarray]:
     """cos and sin of every position, (text, heads, pairs): the same for all prompts, 30 ms to make."""
     grid = frequency_grid(connector.width, 1, config.rope_theta, config.rope_float64_grid)
-    tables = axis_angles(np.arange(tokens), config.rope_max_pos, grid)
-    return [table.reshape(tokens, connector.num_heads, -1) for table in tables]
+    return [
+        table.reshape(tokens, connector.num_heads, -1)
+        for table in axis_angles(np.arange(tokens), config.rope_max_pos, grid)
+    ]
