@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
@@ -22,7 +22,7 @@ from ltx2rt.pipelines.groups.source_clip import FLAG, FileSize
 from ltx2rt.pipelines.groups.text import Prompt, PromptsByTime
 from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.stages.sound_reference import LatentSound, SoundReference
+from ltx2rt.stages.sound_reference import MAX_S, LatentSound, SoundReference
 from ltx2rt.stages.stage import Stage
 
 
@@ -60,9 +60,15 @@ class DubIt(Request):
     def stages(
         self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
     ) -> list[Stage]:
-        half, full, given = clip.first(model), clip.geometry(model), self[ReferenceClip]
-        half_clip, full_clip = (given.seen(clip, n, model, options, loras) for n in (0, 1))
-        sound = SoundReference(given.path, half, FLAG, before=True, silent=True)
+        half, full, seen = clip.first(model), clip.geometry(model), self[ReferenceClip].seen
+        half_clip, full_clip = (seen(clip, n, model, options, loras) for n in (0, 1))
+        how: dict[str, Any] = {"track": self.audio_track, "speed": clip.given.speed}
+        if (self.start_time, self.end_time) != (None, None):
+            how |= {
+                "start_s": clip.given.start_s,
+                "most_s": min(MAX_S, float(clip.num_frames / clip.fps)),
+            }
+        sound = SoundReference(clip.given.path, half, FLAG, before=True, silent=True, **how)
         first = {"given": (half_clip, sound), "sound": True}
         second = {"given": (full_clip, LatentSound(full)), "frozen": ("audio",)}
         return in_two_passes(clip, model, options, loras, first, second)

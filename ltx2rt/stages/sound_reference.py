@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -15,7 +16,7 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError, concerning
-from ltx2rt.media.sound import read_sound
+from ltx2rt.media.sound import read_sound, stretched
 from ltx2rt.models.geometry import Geometry, audio_positions, pack_audio
 from ltx2rt.models.mel import WINDOW
 from ltx2rt.session.session import Call, Session
@@ -49,7 +50,7 @@ class SoundReference(Conditioning):
 
     before: its tokens are before the clip; else each has its time in the file, also beyond the
     clip's end. strength: 1 keeps them exactly. silent: a silent file is taken as well. The file is
-    used from start_s on, at most most_s of it.
+    used from start_s on, at most most_s of it as it is played. track, speed: as of `SourceSound`.
     """
 
     kind: ClassVar[str] = "sound"
@@ -61,6 +62,8 @@ class SoundReference(Conditioning):
     silent: bool = False
     start_s: float = 0.0
     most_s: float = MAX_S
+    track: int | None = None
+    speed: Fraction = Fraction(1)
 
     @cached_property
     def sound(self) -> tuple[np.ndarray, int, list[str]]:
@@ -68,13 +71,16 @@ class SoundReference(Conditioning):
         g, said = self.clip, []
         how = {"on_time": not self.before, "say": said.append}
         with concerning(self.flag):
-            found, rate = read_sound(self.path, self.start_s, self.most_s + 1.0, **how)
+            read_s = (self.most_s + 1.0) * float(self.speed)
+            found, rate = read_sound(self.path, self.start_s, read_s, **how, track=self.track)
+        if len(found) == 1:
+            said.append(f"{self.path}: its one channel is taken as left and right")
+            found = np.broadcast_to(found, (2, found.shape[1]))
+        found = np.concatenate([*stretched([found], rate, self.speed)], 1)
         if found.shape[1] > (size := round(self.most_s * rate)):
             if self.most_s == MAX_S:
                 said.append(f"{self.path}: its first {MAX_S:g} s are used, the longest reference")
             found = found[:, :size]
-        if len(found) == 1:
-            said.append(f"{self.path}: its one channel is taken as left and right")
         least_s = (WINDOW // 2 + 1) / g.mel_sample_rate
         if found.shape[1] < (least_s + 1 / g.mel_sample_rate) * rate:
             raise InputError(
@@ -86,7 +92,7 @@ class SoundReference(Conditioning):
             if not self.silent:
                 raise InputError(f"{self.flag}: {quiet}; pass a file with sound to follow")
             said.append(f"{quiet}: there is no voice to keep")
-        return np.broadcast_to(found, (2, found.shape[1])), rate, said
+        return found, rate, said
 
     @property
     def geometry(self) -> Geometry:

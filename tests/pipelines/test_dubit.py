@@ -14,6 +14,7 @@ from ltx2rt.pipelines import make_request
 from ltx2rt.run.plan import make_plan, resolved_stages
 from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS, STAGE2_SIGMAS
+from ltx2rt.stages.sound_reference import SoundReference
 from tests.conftest import denoised
 from tests.parity import relative_l2
 from tests.pipelines.groups.test_sound import encoded
@@ -104,6 +105,17 @@ def test_a_quiet_file_has_no_voice_to_keep(following, tmp_path, capsys):
     given = {"prompt": "hi", "video_path": tmp_path / "a.mp4"}
     make_plan(following["cuda"], make_request("dubit", **given))
     assert "is silent, below -60 dB: there is no voice to keep" in capsys.readouterr().err
+
+
+def test_the_voice_is_of_the_part_that_is_used(following, clip):
+    """19 frames at 24 a second, of which 9 are used at half the speed."""
+    given = {"prompt": "hi", "video_path": clip, "start_time": 5 / 24, "end_time": 14 / 24}
+    plan = make_plan(following["cuda"], make_request("dubit", **given, speed=0.5))
+    stage = next(stage for stage in plan.stages if isinstance(stage, Denoise))
+    voice = next(one for one in stage.given if isinstance(one, SoundReference))
+    assert (voice.start_s, voice.most_s) == (5 / 24, 18 / 24)
+    sound, rate, _ = voice.sound
+    assert abs(sound.shape[1] / rate - 18 / 24) < 0.05
 
 
 def test_its_stages(following, clip, capsys):
