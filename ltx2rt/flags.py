@@ -70,7 +70,7 @@ class Flag:
     default starts with `--no-`. also: other spellings of it; of such a switch, its opposite.
     expects: the values in an error, where the parser does not tell.
     bare: the text that the flag stands for if no value follows it; in Python, True.
-    file: kind of the files that the value names: image, sound, video, mask, tensors, plan, folder.
+    file: kind of the files that the value names: image, sound, video, mask, tensors, context, folder.
     kept: the clip keeps parts of the file.
     json: type of the value in JSON, where the parser does not tell.
     asks: the pipeline that a request with this flag is for, if it names none.
@@ -142,10 +142,10 @@ def reader(f: Field) -> Callable[[Any], Any]:
     Raises TypeError for a type that needs a parser."""
     if own := f.metadata["flag"].parse:
         return own
-    name = str(f.type).removesuffix(" | None")
+    name = str(f.type).removeprefix("<class '").removesuffix("'>").removesuffix(" | None")
     if name.startswith("tuple[") and f.metadata["flag"].repeat:
         name = name[6:].removesuffix(", ...]")
-    found = next((kind for kind in KINDS if name in (kind.__name__, str(kind))), None)
+    found = next((kind for kind in KINDS if kind.__name__ == name.rpartition(".")[2]), None)
     if found is None:
         raise TypeError(f"{f.name}: {f.type} needs a parser in its flag")
     return found

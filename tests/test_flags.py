@@ -29,17 +29,21 @@ from ltx2rt.flags import (
     flagged,
     given_flags,
     keywords,
+    named_files,
     spelling,
     words_of,
 )
 from ltx2rt.instruments.ahead import Target
 from ltx2rt.instruments.probe import ProbeRequest
 from ltx2rt.pipelines import pipelines
-from ltx2rt.pipelines.groups.size import with_sides
+from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.size import Size, with_sides
+from ltx2rt.pipelines.one_stage import OneStage
 from ltx2rt.run.estimate import Devices
 from ltx2rt.run.files import Files
-from ltx2rt.serve.fields import schema, value
+from ltx2rt.serve.fields import front, offered, schema, uploads, value
 from ltx2rt.serve.options import ServeOptions, parse_bytes
+from ltx2rt.serve.upload import MAX_BYTES
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.suggest import MEANT, meant, nearest, of_files
 from ltx2rt.train.prepare_flags import PrepareRequest
@@ -498,6 +502,37 @@ def test_a_command_without_a_backend_takes_that_one_and_tells_its_ranks(given, m
     assert options.backend == "tpu" and args.argv == ["generate", "--backend", "tpu"]
     generate.asked(args)
     assert capsys.readouterr().err == ""
+
+
+def test_every_kind_of_file_is_one_that_the_server_takes_or_is_known_not_to():
+    """A kind that is misspelt would leave the field out of the server and of its page."""
+    kinds = {f.metadata["flag"].file for f in flagged(*OWNERS).values()} - {None}
+    assert kinds - MAX_BYTES.keys() == {"tensors", "context", "folder"}
+
+
+def test_a_flag_of_a_file_is_a_field_of_the_server():
+    """A group with it is all that is added."""
+
+    @dataclass(frozen=True)
+    class Depth(Group):
+        depth: Path | None = flag(
+            None, "video of depths", group="conditioning", file="video", asks="toy"
+        )
+
+    class Toy(OneStage):
+        name = "toy"
+        groups = (*OneStage.groups, Depth())
+
+    assert uploads(Toy)["depth"] == "video" and "depth" not in uploads(OneStage)
+    assert front(Toy) == ["depth"] and "depth" not in offered(Toy)
+    ((f, path),) = named_files(Toy("a fox", depth=Path("depth.mp4")))
+    assert (spelling(f), path) == ("--depth", Path("depth.mp4"))
+
+
+def test_sides_are_of_a_class_and_not_the_default_of_a_group():
+    """`Size(1920, 1088)` would lose the shape of a first image, and its help the usual sides."""
+    for type_ in pipelines().values():
+        assert {(g.width, g.height) for g in type_.groups if isinstance(g, Size)} <= {(None, None)}
 
 
 def test_fields_of_all_pipelines_that_share_a_flag_share_its_spelling():
