@@ -216,8 +216,8 @@ class Session:
                 "seed: none, but several processes make this clip; give all of them the same"
             )
         run = Run(session, request)
-        said = filter(None, [run.plan.weights]), run.clip.remarks(session.config)
-        for line in chain(*said) if run.is_main else ():
+        said = filter(None, chain([run.plan.weights], run.clip.remarks(session.config)))
+        for line in said if run.is_main else ():
             note(line)
         shown = sys.stdout if run.is_main and not on_progress and in_notebook(sys.stdout) else None
         with run.kept_in(parts), previewing(session, run.plan, preview) as look:

@@ -106,8 +106,8 @@ class Layered:
             def between(weights: Mapping[str, Array], operands: list[Array]) -> list[Array]:
                 return _led(run(part, weights, _own(operands), ops=self.ops))
 
-            specs = {name: self.specs[name] for name in names}, self.lead
-            function = on_mesh(between, self.place, *specs, out=self.lead)
+            weights_lie = {name: self.specs[name] for name in names}
+            function = on_mesh(between, self.place, weights_lie, self.lead, out=self.lead)
             return jax.jit(function, compiler_options=options)
         return [self._layer(part, graph, options) for graph in layers(part.repeats[0].body)]
 

@@ -32,7 +32,7 @@ class Uses:
     def substitute(self, gone: Sequence[Node], new: Sequence[Node], late: Sequence[Node]) -> None:
         """`new` for `gone`, with `late` behind them."""
         last = max(self.order[node] for node in gone)
-        self.order |= {node: last for node in (*new, *late)}
+        self.order |= dict.fromkeys((*new, *late), last)
         for node in gone:
             self.nodes.remove(node)
             for v in node.outputs:

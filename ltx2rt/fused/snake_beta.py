@@ -96,7 +96,7 @@ def _unified(
             return None
         nodes.append(node)
         waiting += zip(maker.inputs, node.inputs, strict=True)
-    inside = {node for node in nodes}
+    inside = set(nodes)
     between = [v for node in nodes for v in node.outputs if v is not result]
     for v in between:
         if v in uses.kept or not inside.issuperset(uses.readers[v]):

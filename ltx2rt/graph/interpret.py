@@ -73,7 +73,7 @@ def _parameter(
 def _run(
     graph: Graph, params: Arrays, inputs: list[Devices], layer: int | None, grid: Grid
 ) -> list[Devices]:
-    env = {v: devices for v, devices in zip(graph.inputs.values(), inputs, strict=True)}
+    env = dict(zip(graph.inputs.values(), inputs, strict=True))
     layouts = graph.all_layouts()
     for name, v in graph.params.items():
         axes = [axis for _, axis, _ in layouts[name].splits]

@@ -77,15 +77,13 @@ def _dot(graph: Graph) -> str:
             serial += 1
             me = f"n{serial}"
             lines.append(f'{indent}{me} [label="{node.op}\\n{node.outputs[0].type}"];')
-            for v in node.inputs:
-                if v in env:
-                    lines.append(f"{indent}{env[v]} -> {me};")
+            lines.extend(f"{indent}{env[v]} -> {me};" for v in node.inputs if v in env)
             if node.op == "repeat":
                 body = node.repeat.body
                 lines.append(f'{indent}subgraph cluster_{me} {{ label="x{node.repeat.count}";')
-                emit(body, indent + "  ", {v: me for v in body.inputs.values()})
+                emit(body, indent + "  ", dict.fromkeys(body.inputs.values(), me))
                 lines.append(f"{indent}}}")
-            env |= {v: me for v in node.outputs}
+            env |= dict.fromkeys(node.outputs, me)
 
     env = {}
     for name, v in graph.inputs.items():

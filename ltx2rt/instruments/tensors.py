@@ -233,7 +233,7 @@ def values(tensor: Tensor, seed: int) -> np.ndarray:
 
 
 def _fixed(name: str, shape: tuple[int, ...]) -> np.ndarray | None:
-    if name.endswith("upsample.filter") or name.endswith("downsample.lowpass.filter"):
+    if name.endswith(("upsample.filter", "downsample.lowpass.filter")):
         return filters.antialias_taps(shape[-1])
     if name.endswith("mel_basis"):
         return mel_basis(shape[0], 2 * (shape[1] - 1), 16000)

@@ -266,12 +266,8 @@ def write_clip(
     A WAV takes no chunk. Frames replace nothing: raises InputError if another run has written some
     meanwhile. Returns the files that it made, as `remove_made` takes them.
     """
-    suffix, fitted, how = (
-        path.suffix.lower(),
-        None,
-        container_of(path, hdr.transfer if hdr else None),
-    )
-    how = how or SOUNDS.get(suffix)
+    suffix, fitted = path.suffix.lower(), None
+    how = container_of(path, hdr.transfer if hdr else None) or SOUNDS.get(suffix)
     waveform, sample_rate = _at_its_rate(path, waveform, sample_rate, how)
     clip: dict[str, Any] = {"num_frames": num_frames, "fps": fps, "comment": comment}
     clip |= {"origin": origin, "pixel_aspect": pixel_aspect}

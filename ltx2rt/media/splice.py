@@ -163,8 +163,8 @@ def join_sounds(
     """As `join_sound`, of clips whose sound is taken in blocks."""
     near = round(COMPARED_S * sample_rate)
     left, right = max(before.size - near, 0), min(near, after.size)
-    ends = before.part(left, before.size), after.part(0, right)
-    middle = join_sound(made, *ends, start, stop, sample_rate)
+    end, beginning = before.part(left, before.size), after.part(0, right)
+    middle = join_sound(made, end, beginning, start, stop, sample_rate)
 
     def blocks() -> Iterator[np.ndarray]:
         yield from fitted_blocks(before.blocks(), left)

@@ -16,8 +16,7 @@ from ltx2rt.graph.verify import verify
 
 
 def coalesce(graph: Graph) -> Graph:
-    result = replace(graph, nodes=_schedule(graph))
-    return verify(result)
+    return verify(replace(graph, nodes=_schedule(graph)))
 
 
 def _schedule(graph: Graph) -> list[Node]:

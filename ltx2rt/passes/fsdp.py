@@ -60,5 +60,4 @@ def gather_weights(
         return out
 
     nodes = [rewrite(node, gathered) for node in graph.nodes]
-    result = replace(graph, nodes=nodes, mesh=mesh)
-    return verify(result)
+    return verify(replace(graph, nodes=nodes, mesh=mesh))

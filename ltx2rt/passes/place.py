@@ -95,8 +95,7 @@ class _Placer:
         for node in graph.nodes:
             operands = [env[v] for v in node.inputs]
             results = HANDLERS.get(node.op, _Placer._other)(self, node, operands)
-            for v, placed in zip(node.outputs, results, strict=True):
-                env[v] = placed
+            env |= zip(node.outputs, results, strict=True)
 
     def _undividable(self, graph: Graph) -> set[str]:
         """Axes of the rules that some linear of this graph has in a size that does not divide.

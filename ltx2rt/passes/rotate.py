@@ -20,8 +20,7 @@ from ltx2rt.graph.verify import verify
 
 def rotate(graph: Graph) -> Graph:
     """`graph` with its repeats rotated; itself if no block ends in a gated sum."""
-    result = replace_repeats(graph, _append_rotated)
-    return verify(result)
+    return verify(replace_repeats(graph, _append_rotated))
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,10 @@ def _append_rotated(result: Graph, node: Node) -> bool:
         entering = [Value(n, x.type) for n, x in zip(names, one.carried, strict=True)]
         body.inputs |= zip(names, entering, strict=True)
         body.outputs |= zip(names, one.carried, strict=True)
-        operands += [operand, *(_zeros(result, x) for x in one.carried[1:])]
+        operands.append(operand)
+        for x in one.carried[1:]:
+            zeros = emit(result, "full", value=0.0, dtype=x.type.dtype, **x.type.sizes)
+            operands.append(zeros)
         one.again(body, entering, v, lambda invariant: invariant)
         parts = [result.fresh(x.type) for x in one.carried]
         results += parts
@@ -121,7 +123,3 @@ def _append_rotated(result: Graph, node: Node) -> bool:
     for one, parts, made in behind:
         one.again(result, parts, made, outer.__getitem__)
     return True
-
-
-def _zeros(graph: Graph, like: Value) -> Value:
-    return emit(graph, "full", value=0.0, dtype=like.type.dtype, **like.type.sizes)

@@ -81,8 +81,7 @@ def unpack(graph: Graph) -> Graph:
     marks = (x.encoding and x.field is None for x in graph.all_layouts().values())
     if not any(marks):
         return graph
-    result = _unpacked(graph)
-    return verify(result)
+    return verify(_unpacked(graph))
 
 
 def _unpacked(graph: Graph) -> Graph:

@@ -52,8 +52,7 @@ def write_out(graph: Graph, out: Graph, env: dict[Value, Value], layer: int) -> 
             emit(out, "stack", *column, axis=repeat.axis, dim=0)
             for column in zip(*stacked, strict=True)
         ]
-        for v, value in zip(node.outputs, [*carry, *columns], strict=True):
-            env[v] = value
+        env |= zip(node.outputs, [*carry, *columns], strict=True)
 
 
 def iteration(

@@ -65,8 +65,13 @@ class GivenSound(Group):
 
     def heard_s(self, path: Path) -> float:
         """Seconds of the sound."""
-        cut = self.audio_start_time, self.audio_max_duration
-        waveform, rate = read_sound(path, *cut, say=lambda text: None, track=self.audio_track)
+        waveform, rate = read_sound(
+            path,
+            self.audio_start_time,
+            self.audio_max_duration,
+            say=lambda text: None,
+            track=self.audio_track,
+        )
         return waveform.shape[1] / rate
 
     def length(self, request: Request) -> tuple[int | None, Fraction] | None:

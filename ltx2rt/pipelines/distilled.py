@@ -45,9 +45,8 @@ class Distilled(Request):
     def stages(
         self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras
     ) -> list[Stage]:
-        first, second = model.release.samplers[0], self.stage2_sampler
-        how = {"sampler": first}, {"sampler": second}
-        return in_two_passes(clip, model, options, loras, *how)
+        first, second = {"sampler": model.release.samplers[0]}, {"sampler": self.stage2_sampler}
+        return in_two_passes(clip, model, options, loras, first, second)
 
 
 PIPELINE = Distilled

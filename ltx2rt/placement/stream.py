@@ -56,7 +56,7 @@ def layers(body: Graph) -> list[Graph]:
     for node in body.nodes:
         own = [v for v, _ in node.repeat.body.all_params().values()] if node.op == "repeat" else []
         number = max((at.get(v, 0) for v in (*node.inputs, *own)), default=0)
-        at |= {v: number for v in node.outputs}
+        at |= dict.fromkeys(node.outputs, number)
         nodes[number].append(node)
     return subgraphs(body, nodes)
 

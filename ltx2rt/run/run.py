@@ -221,8 +221,8 @@ def produce(
     run_stages(session, plan, watch, state)
 
     def report() -> dict[str, Any]:
-        counts = session.backend.num_built - built, session.weights.loaded_bytes - loaded
-        return report_of(session, plan, watch, *counts)
+        num_built = session.backend.num_built - built
+        return report_of(session, plan, watch, num_built, session.weights.loaded_bytes - loaded)
 
     return state, watch, report
 

@@ -245,17 +245,13 @@ class Results:
         sync(self.output)
         made = list(files) if status == COMPLETED else []
         result = {"id": id, "status": status, "digest": digest, "files": made}
-        with self.path.open("a") as file:
-            if file.tell() and not self._ends_a_line():
-                file.write("\n")
-            file.write(json.dumps(result | facts) + "\n")
+        with self.path.open("a+b") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                file.write(b"" if file.read() == b"\n" else b"\n")
+            file.write(f"{json.dumps(result | facts)}\n".encode())
             file.flush()
             os.fsync(file.fileno())
-
-    def _ends_a_line(self) -> bool:
-        with self.path.open("rb") as file:
-            file.seek(-1, os.SEEK_END)
-            return file.read() == b"\n"
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

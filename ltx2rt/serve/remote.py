@@ -126,11 +126,11 @@ class RemoteServer:
         """Return what `take` makes of the answer, asking again after one that was cut off."""
         headers = {"idempotency-key": key} if key else {}
         data = None if body is None else json.dumps(body)  # httpx's own has no half surrogates
-        asked = method, f"{self.url}/{path.lstrip('/')}"
+        url = f"{self.url}/{path.lstrip('/')}"
         deadline, told = time.monotonic() + self.patience_s, False
         while True:
             try:
-                with self._http.stream(*asked, content=data, headers=headers) as answer:
+                with self._http.stream(method, url, content=data, headers=headers) as answer:
                     self.patience_s = SILENT_S
                     if answer.is_success:
                         return take(answer)

@@ -140,7 +140,7 @@ def serve(how: Serving, admission: Callable[[Path], Admission]) -> int:
 
 def check_address(host: str, has_tokens: bool) -> None:
     """Raises InputError."""
-    if not has_tokens and not is_local(f"[{host}]" if ":" in host else host):
+    if not has_tokens and not is_local(_in_url(host)):
         raise InputError(
             f"--host: {host} can be reached by others; give --token-file, or leave --host out"
         )
@@ -159,8 +159,8 @@ def bind(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def _address(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
 
 
 def _recovered(how: Serving, folder: Folder, board: Board) -> Queue:
@@ -217,7 +217,8 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     if how.hooks:
         house.append(asyncio.create_task(Webhooks(how.hooks, store, board, metrics).run()))
     stopping = asyncio.create_task(stopped.wait())
-    how.announce(url := _address(how.flags.host, port := sock.getsockname()[1]))
+    port = sock.getsockname()[1]
+    how.announce(url := f"http://{_in_url(how.flags.host)}:{port}/")
     board.log("serving", pid=os.getpid(), port=port)
     working = in_thread(how.work, url) if how.work else None
     try:

@@ -74,8 +74,8 @@ def parse_span(given: str | Sequence[Any] | PromptSpan) -> PromptSpan:
         match = _SPAN.fullmatch(given)
         if match is None or match["first"] != match["percent"]:
             raise ValueError
-        ends = float(match["start"]), float(match["end"])
-        span = PromptSpan(*ends, match["text"], bool(match["percent"]))
+        start, end = float(match["start"]), float(match["end"])
+        span = PromptSpan(start, end, match["text"], bool(match["percent"]))
     elif isinstance(given, PromptSpan):
         span = given
     else:

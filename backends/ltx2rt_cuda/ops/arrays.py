@@ -46,10 +46,6 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last_3d)
 
 
-def lies_channels_last(x: Tensor) -> bool:
-    return x.is_contiguous(memory_format=torch.channels_last_3d)
-
-
 @op
 def full(value: Tensor, shape, dtype) -> Tensor:
     return value.to(DTYPES[dtype]).expand(shape).contiguous()
@@ -58,7 +54,7 @@ def full(value: Tensor, shape, dtype) -> Tensor:
 @op
 def add(x: Tensor, y: Tensor, views) -> Tensor:
     x, y = x.reshape(views[0]), y.reshape(views[1])
-    if x.ndim != 5 or not lies_channels_last(y):
+    if x.ndim != 5 or not y.is_contiguous(memory_format=torch.channels_last_3d):
         return x + y
     # A sum lies as its first operand does: in a residual that is a convolution's result, not what
     # it is added to. Of one sample it may have a first stride by which torch takes it for channels

@@ -184,8 +184,8 @@ def rows_linear(
     dtype: str, num_contracted: int, out_shape,
 ) -> Tensor:  # fmt: skip
     """quantised_linear of rows from `with_rows`: values (..., n), row_scale (..., 1)."""
-    rows = values.flatten(0, -2), row_scale.flatten(0, -2)
-    product = Float8Product(*rows, weight, scale, bias, DTYPES[dtype])
+    rows, row_scale = values.flatten(0, -2), row_scale.flatten(0, -2)
+    product = Float8Product(rows, row_scale, weight, scale, bias, DTYPES[dtype])
     return _multiplied(product, values.shape[:-1], out_shape)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -131,7 +130,8 @@ class ReferenceClip(Learnt, SourceClip):
         cells = (-(-n // factors[0]) for n in (geometry.rows, geometry.columns))
         height, width = (n * geometry.space_factor for n in cells)
         tiling = "off" if height * width <= self.whole_px else options.vae_tiling
-        own, mirrored = self._px(clip, factors[0] * scale), clip.request.mirrored
+        share, mirrored = factors[0] * scale, clip.request.mirrored
+        own = max(round(clip.height / share), 1), max(round(clip.width / share), 1)
         inset = Inset(own, (height, width), mirrored=mirrored) if own != (height, width) else None
         footage = clip.given
         if footage.resize and (footage.resize.keeps_shape or footage.resize.how == "crop"):
@@ -140,11 +140,6 @@ class ReferenceClip(Learnt, SourceClip):
             footage, self.reference_strength, geometry, model, factors, tiling, number,
             inset=inset, whole=pixel_frames(geometry.frames, geometry.time_factor),
         )  # fmt: skip
-
-    @staticmethod
-    def _px(clip: Clip, share: Fraction | int) -> tuple[int, int]:
-        """Height and width of the clip's pictures at 1/share of their size."""
-        return max(round(clip.height / share), 1), max(round(clip.width / share), 1)
 
 
 def references_of(clip: Clip, model: ModelConfig, loras: tuple[LoraSpec, ...]) -> tuple[int, int]:
