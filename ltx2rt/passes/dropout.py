@@ -86,7 +86,7 @@ class Dropout:
         return self.inner[name][0]
 
     def _columns(self) -> Value:
-        """As many as the widest linear reads."""
+        """Return the columns' numbers, as many as the widest linear reads."""
         layouts = self.node.repeat.body.all_layouts().values()
         shapes = [shape for layout in layouts for _, shape in layout.parts if len(shape) == 2]
         return self._given(COLUMNS, "int32", columns=max(width for _, width in shapes))

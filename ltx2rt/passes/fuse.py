@@ -38,8 +38,8 @@ def _is_convex(uses: Uses, gone: Sequence[Node], new: Sequence[Node]) -> bool:
 
 
 def _substitute(nodes: list[Node], gone: Sequence[Node], new: Sequence[Node]) -> list[Node]:
-    """`new` where the last of `gone` stood; what stands before it and reads one of them moves down,
-    behind it: which nodes these are."""
+    """Put `new` at the place of the last of `gone`. Nodes before it that read a result of these
+    move behind it; return them."""
     old = set(gone)
     places = sorted(map(nodes.index, gone))
     before: list[Node] = []

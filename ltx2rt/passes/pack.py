@@ -74,8 +74,8 @@ def _groups(graph: Graph, layouts: dict[str, Layout]) -> list[list[Node]]:
 
 
 def _quantised(layout: Layout) -> str | None:
-    """Weights that are kept as they are stored are joined with any others, once they are decoded:
-    so that the product is the one of decoded weights, bit for bit."""
+    """Return the encoding by which linears are grouped. Weights that are kept as stored count as
+    decoded: their product equals one of decoded weights, bit for bit."""
     return layout.encoding if layout.encoding in QUANTISED else None
 
 

@@ -70,8 +70,8 @@ def _blocks(out: Graph, node: Node, encoding: str) -> list[Value]:
     count, axis, carries = repeat.count, repeat.axis, repeat.num_carries
     if count < 3:
         raise InputError(
-            f"{out.name}: {count} blocks, of which the first and the last stay as they are: "
-            f"{encoding} is for none; leave --weights-dtype out"
+            f"--weights-dtype: {encoding} is for blocks between the first and the last one, and "
+            f"{out.name} has {count} blocks; leave it out"
         )
     carry, invariant, data = repeat.divide(node.inputs)
     first = iteration(repeat, out, [*carry, *invariant], data, 0)

@@ -128,7 +128,8 @@ class Crew:
             return False
 
     def leave(self) -> None:
-        """Wait until rank 0 has written its files; rank 0, which may hold the store, for all."""
+        """Wait until rank 0 has written its files; rank 0 waits for all, since it may hold the
+        store."""
         if self.rank == 0:
             self._store.set("finished", "")
         while not self._store.check(["finished"]):
@@ -201,15 +202,16 @@ class Crew:
             time.sleep(POLL_S / 4)
 
     def _aborted(self) -> None:
-        """C++ called abort(), as JAX does where it loses the process that holds the store, or one
-        on another host. Its locks are never released: the store is not asked."""
+        """End this rank after C++ called abort(), as JAX does when it loses the process that holds
+        the store, or one on another host. Its locks are never released, so the store is not
+        asked."""
         here = {rank: bool(_ended(fd)) for fd, rank in self._processes.items() if rank >= 0}
         if dead := [rank for rank, ended in here.items() if ended]:
             message = f"rank {dead[0]} died: killed, or out of memory"
         elif len(here) < self.size - 1:
             message = "another rank died or cannot be reached; see above"
         else:
-            return  # to the end by SIGABRT, which the others see
+            return  # SIGABRT ends this rank, which the others see
         if self._lowest():
             self._say(message)
         self._remove_partials()
@@ -238,13 +240,14 @@ class Crew:
                 if self._watched.check(["failed"]):
                     self.end("", FAILED)
             except RuntimeError as error:
-                time.sleep(POLL_S)  # a death shows as one, if it is why
+                time.sleep(POLL_S)  # if a rank's death is the cause, it shows by then
                 if not _ended(*list(self._processes)):
                     self.end(f"the rendezvous store is gone: {error}", FAILED)
 
 
 def _ended(*fds: int, wait_s: float = 0.0) -> list[int]:
-    """The ready ones: a pidfd once its process has ended, a pipe once it holds something."""
+    """Return the ready descriptors: a pidfd is once its process has ended, a pipe once it holds
+    something."""
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)

@@ -54,7 +54,8 @@ def number(
 
 
 def interface(host: str) -> str:
-    """The address that the name `host` means to everybody; "", all of them, if none."""
+    """Return an address to which every host resolves the name `host`; "", all addresses, if there
+    is none."""
     try:
         family, _, _, _, (address, *_) = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:

@@ -38,16 +38,16 @@ from ltx2rt.serve.refusal import Refusal, conflict, invalid
 MAX_DEATHS, MAX_ATTEMPTS = (3, 10)
 LAST = 10**12  # added to the place of a job that goes after the others
 MAX_SAME_SET = 4  # jobs in a row that may overtake others because their LoRAs are loaded
-RUNS = 50  # that estimates are made from
+RUNS = 50  # the latest, which estimates go by
 QUOTA_S = 86400.0  # the time for which `most_sent` counts
-RETRY_S = 60  # for so long a client's retry with the same body is the same job
+RETRY_S = 60  # within it the same body of a client is a retry of the same job
 FULL_S = 10  # until there may be room again
 
 
 @dataclass(frozen=True)
 class WebhookEvent:
     """The end of a job, to be sent to its user's webhook. kind: completed or failed; created:
-    seconds since 1970; tries: that failed; waited_s: how long servers have tried it."""
+    seconds since 1970; tries: failed ones; waited_s: how long servers have tried to send it."""
 
     id: str
     user: str
@@ -68,7 +68,7 @@ class Queue(JobFile):
     ):  # fmt: skip
         super().__init__(path, wait_s)
         self.most, self.most_of_user, self.most_sent = most, most_of_user or most, most_sent
-        # work given to each user; who comes back begins at the clock
+        # work given to each user; a returning user begins at the clock
         self._served: dict[str, float] = {}
         self._waited: set[str] = set()  # users who had jobs in the queue at the latest claim
         self._clock = 0.0
@@ -158,8 +158,8 @@ class Queue(JobFile):
         return found[:limit], len(found) > limit
 
     def ahead(self, user: str, priority: int = 0, seq: int = LAST) -> tuple[int, float]:
-        """Estimated queue position of a job under fair sharing, and the work before it. By default
-        of a job that the user would send now."""
+        """Return the estimated queue position of a job under fair sharing, and the work before it;
+        by default, of a job that the user would send now."""
         order = "ORDER BY priority DESC, seq"
         rows = self._db.execute(
             "SELECT work, user=?, (-priority, seq) < (?, ?), "
@@ -186,7 +186,7 @@ class Queue(JobFile):
         return dict.fromkeys(STATUSES, 0) | dict(map(tuple, found))
 
     def cancel(self, id: str) -> Job | None:
-        """A queued job is cancelled when this returns; of a running one the wish is noted."""
+        """Cancel a queued job at once; note the wish for a running one."""
         with self._write() as db:
             now = time.time()
             error = json.dumps(failure("cancelled", "cancelled before it began"))
@@ -198,8 +198,8 @@ class Queue(JobFile):
         return self.get(id)
 
     def retry(self, id: str) -> Job | None:
-        """Queue a job again that failed or was cancelled, in its old place, with all its attempts.
-        Another job stays as it is. Raises Refusal if there is no room."""
+        """Queue a failed or cancelled job again, in its old place, with all its attempts. Any other
+        job stays as it is. Raises Refusal if there is no room."""
         with self._write():
             if (job := self.get(id)) is not None and job.status in (FAILED, CANCELLED):
                 self._require_room(job.user, job.job.get("n", 1))
@@ -278,9 +278,9 @@ class Queue(JobFile):
     def give_back(
         self, id: str, epoch: int, error: Mapping[str, str] | None = None, blamed: bool = True
     ) -> Job | None:
-        """The run of this epoch has ended without a result: queued again in its old place,
-        cancelled if that was asked, failed after too many. error: why, if that is known; blamed:
-        whether the job may have caused it."""
+        """End the run of this epoch without a result: queue the job again in its old place, cancel
+        it if its user asked for that, or fail it after too many runs. error: the reason, if it is
+        known; blamed: whether the job may have caused it."""
         with self._write() as db:
             job = self.get(id)
             if job is None or (job.status, job.epoch) != (RUNNING, epoch):
@@ -338,9 +338,8 @@ class Queue(JobFile):
     # --- webhooks ---------------------------------------------------------------------------------
 
     def keep_events(self, users: Iterable[str], forgotten_s: float = 0.0) -> int:
-        """Keep an event from now on for each job of these users (EVERYBODY: of all) that ends.
-        Events of other users wait until they have a line again, at most `forgotten_s`; returns how
-        many wait."""
+        """From now on, keep an event for each job of these users (EVERYBODY: of all) that ends.
+        Events of users without a line wait at most `forgotten_s` for one; return how many wait."""
         without = "NOT EXISTS (SELECT * FROM hooked WHERE hooked.user IN (events.user, ?))"
         with self._write() as db:
             db.execute("DELETE FROM hooked")
@@ -353,7 +352,7 @@ class Queue(JobFile):
             return found.fetchone()[0]
 
     def due(self) -> list[WebhookEvent]:
-        """The oldest event that is to be sent now, of each user with an address."""
+        """Return the oldest event that is due, of each user with an address."""
         rows = self._db.execute(
             "SELECT id, user, job, kind, created, tries, :now-since_s AS waited_s, MIN(due_s) FROM "
             "events WHERE due_s<=:now AND EXISTS (SELECT * FROM hooked WHERE hooked.user IN "
@@ -363,7 +362,7 @@ class Queue(JobFile):
         return [WebhookEvent(*tuple(row)[:-1]) for row in rows]
 
     def sent(self, event: str, again_in_s: float | None) -> None:
-        """It was sent; again_in_s: when it is to be sent once more, None if never."""
+        """Send an event again after `again_in_s`; None: forget it."""
         with self._write() as db:
             if again_in_s is None:
                 db.execute("DELETE FROM events WHERE id=?", (event,))
@@ -375,7 +374,7 @@ class Queue(JobFile):
         return {row[0] for row in self._db.execute("SELECT id FROM jobs")}
 
     def forget(self, before_s: float) -> None:
-        """Delete the rows of jobs that were over at that `uptime` and have no file."""
+        """Delete the rows of jobs that ended before that `uptime` and have no file."""
         with self._write() as db:
             db.execute(
                 "DELETE FROM jobs WHERE end_uptime_s<? AND (status<>? OR json_extract(result, "

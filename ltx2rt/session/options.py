@@ -396,7 +396,8 @@ def existing_file(name: str, path: Path) -> None:
 
 
 def plain(value: Any, path: Callable[[Path], Any] = str) -> Any:
-    """JSON-able; dataclasses with a text of their own as that, paths as `path` makes them."""
+    """Return a JSON-able form: of a dataclass with `__str__` its text, of a path what `path` makes
+    of it."""
     if isinstance(value, Path):
         return path(value)
     if isinstance(value, Fraction):

@@ -96,9 +96,9 @@ class Session:
         self.asked = self.options = self.weights.options = options
 
     def key(self, call: Call) -> tuple[Any, ...]:
-        """The key of the call's graph and program. Calls with other LoRAs share one unless these
-        change stored weights, or stay apart with other targets; sessions on other meshes, of
-        networks that are not cut."""
+        """Return the key of the call's graph and program. Calls with different LoRAs share one
+        unless these change stored weights, or stay apart with other targets; so do sessions on
+        different meshes if the network is not cut."""
         kept = self.weights.residence.keep_bytes if call.steps is not None else None
         stored = frozenset(self.weights.stored(call).items())
         cuts = self._placement(call).cuts(call.row.rules)

@@ -58,11 +58,11 @@ class Stopwatch:
     work is known, and a line for each finished stage; elsewhere, and if `verbose`, also a line when
     each begins. brief: without these lines, for a run that tells of its segments.
 
-    stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: told
-    of each step. cancelled: whether the caller wants the run to end; agree: whether a process
-    says so, asked by all of them. work: of each stage, in any unit, for the observer; total_work:
-    of the run, if stages run several times. look: given after every step what makes the step's x0
-    of the video, a host array, f32[videos, C, frames, rows, columns].
+    stream: None shows nothing. synchronize: waits for the device. clock: seconds. observer: gets
+    each step. cancelled: whether the caller wants the run to end; agree: whether any process says
+    so, which all of them ask. work: of each stage, in any unit, for the observer; total_work: of
+    the run, if stages run several times. look: gets, after every step, a function that makes the
+    step's x0 of the video, a host array, f32[videos, C, frames, rows, columns].
     """
 
     stream: TextIO | None = None
@@ -96,7 +96,7 @@ class Stopwatch:
             print(singular(line), file=self.stream, flush=True)
 
     def check(self) -> None:
-        """Raise Cancelled if the run is cancelled, in all processes alike, which must all ask."""
+        """Raise Cancelled in every process if the run is cancelled; all of them must call it."""
         if self.agree(bool(self.cancelled())):
             raise Cancelled("cancelled")
 

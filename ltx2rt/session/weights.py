@@ -287,8 +287,8 @@ class WeightStore:
         return fits
 
     def changed(self, call: Call, theirs: tuple[LoraSpec, ...]) -> frozenset[str]:
-        """Names of the tensors that are others under the call's LoRAs and `theirs`: what those
-        that are merged touch after the common beginning, and what is beside the weights."""
+        """Return the names of tensors that differ between the call's LoRAs and `theirs`: tensors
+        that merged LoRAs touch after their common beginning, and parameters of LoRAs kept apart."""
         ours, same = _merged(call.loras), 0
         apart: Iterable[str] = ()
         if _apart(call.loras) != _apart(theirs) and (adapters := self.adapters(call)):
@@ -326,9 +326,9 @@ class WeightStore:
         self.backend.trim()
 
     def _park(self, key: WeightsKey) -> None:
-        """Put a copy of a set that will be back into the host's memory if there is room, in the
-        place of sets not loaded since this one's load before the last: sets that requests load
-        alternately do not displace each other."""
+        """Copy a set that will be needed again into the host's memory, if there is room. Sets that
+        were not loaded since this one's load before the last give way, so that sets which requests
+        load alternately do not displace each other."""
         held, (before, _) = self.held[key], self._loaded_at.get(key, (0, 0))
         if key in self.parked or held.shares or not (self._parks and (self.again or before)):
             return
@@ -366,12 +366,12 @@ def _merged(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
 
 
 def _on_distilled(loras: Sequence[LoraSpec]) -> tuple[LoraSpec, ...]:
-    """The distilled transformer, where the set is of that."""
+    """Return the mark of the distilled transformer, if the set is merged into it."""
     return tuple(lora for lora in loras if isinstance(lora, DistilledWeights))
 
 
 def has_room(device_kind: str, size: int) -> bool:
-    """Whether the host's memory takes `size` bytes from such a device and leaves something for
-    everything else. A CPU's is the memory that they are to leave."""
+    """Return whether the host's memory has room for `size` bytes that leave such a device, with
+    some left for everything else. On a CPU they would not leave it."""
     total, free = host_memory()
     return device_kind != "cpu" and size <= free - HOST_SHARE * total

@@ -29,8 +29,8 @@ from ltx2rt.stages.tiling import plan_encoder_tiles
 
 @dataclass(frozen=True)
 class ClipFrames(SourceVideo):
-    """Frames of a file from `first` on, after `copies` more of that frame; as many as the geometry
-    has, together. wide: as of `WholeClip`."""
+    """Frames of a file from `first` on, which is shown `copies` times more; the geometry has the
+    number of all. wide: as of `WholeClip`."""
 
     first: int = 0
     copies: int = 0

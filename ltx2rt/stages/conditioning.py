@@ -87,8 +87,8 @@ class Tokens:
 
 
 class Conditioning(Protocol):
-    """Anything but text that a stage is given, at its size. Implementations derive from it. kind:
-    of the files that are encoded, as reports call them; empty: none are."""
+    """Base of all that a stage is given besides its text, at its size. kind: of the encoded files,
+    as reports call them; empty: no file is encoded."""
 
     kind: ClassVar[str] = ""
 
@@ -183,8 +183,8 @@ class Image(Still):
 
 @dataclass(frozen=True)
 class LatentImage(Still):
-    """An image that is encoded already: tensor f32[1, C, 1, h, w] of a file, normalised. stage: a
-    tensor of the same name behind its name and a dot comes first, since stages differ in size."""
+    """An encoded image: tensor f32[1, C, 1, h, w] of a file, normalised. stage: a tensor named
+    STAGE.NAME comes first, since stages differ in size."""
 
     file: Path
     stage: str

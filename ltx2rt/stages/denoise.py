@@ -234,7 +234,8 @@ class Denoise(Stage):
     def _relayed(
         self, session: Session, states: Mapping[str, ModalityState]
     ) -> dict[str, np.ndarray]:
-        """The biases of the relay's groups, and each token's group; the last: appended ones."""
+        """Return the biases of the relay's groups, and each token's group; appended tokens are in
+        the last."""
         found = {}
         if self.relay:
             biases = self.relay.biases(self.geometry, self.relay.columns(session))

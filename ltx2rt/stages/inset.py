@@ -61,8 +61,8 @@ class Inset:
 
 @dataclass(frozen=True)
 class Cut(FramesStage):
-    """The first `num_frames` of those that were made, within `inset` if there is one. fps: of these
-    frames, with which sound ends as well; None: it is as long already."""
+    """Keep the first `num_frames` of the made frames, within `inset` if there is one. fps: of these
+    frames, with which the sound ends as well; None: it has that length already."""
 
     num_frames: int
     inset: Inset | None = None
@@ -87,7 +87,7 @@ class Cut(FramesStage):
 
 
 def lasting(frames: Iterator[np.ndarray], num_frames: int) -> Iterator[np.ndarray]:
-    """Exactly so many frames: the last one is repeated."""
+    """Yield exactly `num_frames` frames; the last one is repeated."""
     pixels = None
     count = 0
     for pixels in islice(frames, num_frames):

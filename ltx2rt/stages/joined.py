@@ -38,7 +38,7 @@ from ltx2rt.stages.source_sound import encode_sound
 from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import FramesStage, Stage, State, finite, say
 
-BLOCK_S, QUIET_S = 0.005, 0.1  # what the end of a sound is tried by, and how much of it at most
+BLOCK_S, QUIET_S = 0.005, 0.1  # a block that is tested for silence; most silence that is dropped
 QUIET = 1e-4  # share of the power before, below which it is silent: AAC leaves as much of it there
 
 

@@ -24,8 +24,8 @@ from ltx2rt.stages.stage import State
 
 @dataclass(frozen=True)
 class Reference(Conditioning):
-    """A video that adds its tokens to the clip's (IC-LoRA), each over `downscale` times its rows
-    and columns of pixels.
+    """A video that adds its tokens to the clip's (IC-LoRA). Each covers `downscale` times as many
+    rows and columns of pixels as one of the clip's.
 
     source: what reads it, with a geometry of its own at the clip's rate, and a stride in time.
     clip: the stage's geometry. attention: how much its tokens and the clip's see of each other, 0
@@ -124,8 +124,8 @@ def brightness(video: Footage, size_px: tuple[int, int], grid: tuple[int, int, i
 class StageReference(Conditioning):
     """Latents that an earlier stage made, whole, as reference tokens added to the clip's (IC-LoRA).
 
-    latents: their name in the state's; geometry: theirs. downscale: of how many rows and columns of
-    pixels of the clip one of theirs is.
+    latents: their name in the state's; geometry: theirs. downscale: rows and columns of pixels of
+    the clip that one of theirs covers.
     """
 
     latents: str

@@ -109,8 +109,8 @@ class Region:
         return (top, bottom), (left, right)
 
     def cells(self, geometry: Geometry) -> np.ndarray:
-        """f32[f, h, w] of latents: 1 where a cell has a pixel that is made, or touches one of the
-        border, which the frames beside it are repeated in; 0 elsewhere."""
+        """Return f32[f, h, w] of latents: 1 for a cell that has a pixel to make, or that touches
+        the border, where edges of frames are repeated; 0 elsewhere."""
         g = geometry
         found = np.zeros((g.frames, g.rows, g.columns), np.float32)
         count = pixel_frames(g.frames, g.time_factor)

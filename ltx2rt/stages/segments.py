@@ -2,7 +2,7 @@
 
 Decides where segments begin, the contents of a segment's file, and its part in the clip. A segment
 continues the frames and the sound that were written, so that a run that goes on from files makes
-what one makes that never stopped.
+the same clip as one that never stopped.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ MEL, LOOK, RECORD = ".npy", ".look.npy", ".safetensors"  # files next to a segme
 def segment_starts(
     num_frames: int, segment: int, overlap: int, cuts: Collection[int] = ()
 ) -> tuple[int, ...]:
-    """The first pixel frame of each segment of a clip: segments overlap by `overlap` frames, the
-    last one by more where they would not end where the clip ends. cuts: numbers of segments, from
-    1, that overlap none; the clip is longer by what they would."""
+    """Return the first pixel frame of each segment of a clip. Segments overlap by `overlap` frames,
+    the last one by more if it would end beyond the clip. cuts: numbers of segments, from 1, that
+    overlap nothing, and so make the clip longer."""
     new = max(segment - overlap, 1)  # an overlap of a whole segment is refused later
     count = 1 + max(-(-(num_frames - segment) // new), 0)
     starts = [*(i * new for i in range(count - 1)), num_frames - segment]

@@ -1,5 +1,5 @@
-"""audio: the chosen audio latents to waveforms, in chunks of one length, so that a clip of another
-builds nothing.
+"""audio: decode the chosen audio latents to waveforms in chunks of one length, so that a clip of
+another length builds no program.
 
 Processes other than the main one have nothing to do. The official pipelines decode a clip at once;
 a chunk brings all that its kept part depends on, and ends where the clip ends, so that the result
@@ -116,8 +116,8 @@ def vocode(
 
 @dataclass(frozen=True)
 class Chunk:
-    """Positions [start, start + size) of a clip, of which what [first, stop) become is kept. A
-    start below 0, or an end beyond the clip's, is far from the kept part."""
+    """Positions [start, start + size) of a clip, of which the results of [first, stop) are kept.
+    Positions outside the clip are too far from these to change them."""
 
     start: int
     first: int

@@ -97,7 +97,7 @@ class SourceSound(Stage):
         return max((encoded - 1) * g.audio_time_factor * g.mel_hop, WINDOW // 2 + 1)
 
     def padding(self, size: int, rate: int) -> int:
-        """Samples of silence that so many of the file lack."""
+        """Return the samples of silence that must follow `size` samples of the file."""
         to = self.geometry.mel_sample_rate
         if -(-size * to // rate) >= self.needed:
             return 0

@@ -30,17 +30,16 @@ class State:
 
     contexts: by modality [prompts, text, D]. video [videos, C, f, h, w] and audio [videos, 8, n,
     16]: the latest latents, normalised. latents: video latents that later stages come back to, by
-    the stage that made them. keyframes: frames generated along with the clip, [videos, C, 1,
-    h, w], by pixel frame. source: by modality the latents of a given file, normalised. sound: the
-    audio latents that are
-    decoded. given: by stage what its conditionings were encoded to. mel [videos, 2, T, mel bins]:
-    the natural logarithm of what `waveforms` [videos, 2, N] at sample_rate in Hz were made of,
-    where they were made;
-    frames: for each video its chunks f32[3, n, H, W], made while they are taken; on a process that
-    is not the main one, nothing. record: what `--latents-out` writes, if `keep`. seconds,
-    num_frames: the length that the model chose. max_steps: how many steps of each denoising stage
-    run, None: all. folder: where finished steps are kept, None: nowhere; claim: makes it. begun: noise that threads
-    draw before it is wanted, by video and first frame. origin: marks segments.
+    the stage that made them. keyframes: frames generated along with the clip, [videos, C, 1, h, w],
+    by pixel frame. source: by modality the latents of a given file, normalised. sound: the audio
+    latents that are decoded. given: by stage its encoded conditionings. mel [videos, 2, T, mel
+    bins]: the natural logarithm of the spectrogram from which `waveforms` [videos, 2, N], at
+    sample_rate in Hz, were made, if they were. frames: for each video its chunks f32[3, n, H, W],
+    made while they are taken; nothing on a process that is not the main one. record: what
+    `--latents-out` writes, if `keep`. seconds, num_frames: the length that the model chose.
+    max_steps: how many steps of each denoising stage run, None: all. folder: where finished steps
+    are kept, None: nowhere; claim: makes it. begun: noise that threads draw in advance, by video
+    and first frame. origin: marks segments.
     """
 
     contexts: Mapping[str, np.ndarray] = field(default_factory=dict)

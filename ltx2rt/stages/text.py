@@ -48,7 +48,7 @@ class Text(Stage):
                 )
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        """Contexts of prompts that the session has encoded before are its own."""
+        """Encode the prompts, unless the session has done so before."""
         with watch.stage(self.name):
             key = (self.prompts, self.loras)
             state.contexts = session.remember(key, lambda: self._encode(session))

@@ -220,7 +220,7 @@ def test_a_split_network_errs_no_more_than_a_whole_one(mesh):
 
 
 def test_too_few_blocks_and_no_blocks_are_refused():
-    with refused(r"2 blocks.*float8 is for none; leave --weights-dtype out"):
+    with refused(r"float8 is for blocks between .* has 2 blocks; leave it out"):
         quantise(stack(2))
     one = lambda o: {"y": o.linear(o.input("x", B=2, D=4), "l", {"E": 3})}  # noqa: E731
     with pytest.raises(GraphError, match="no stack of blocks"):
