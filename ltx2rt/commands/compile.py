@@ -25,8 +25,8 @@ from ltx2rt.run.training_estimate import training_flags, training_step
 
 EPILOG = """\
 examples:
-  ltx2rt compile --preset ltx-2.3 --topology v6e:2x4 --component denoise-step --stage 1
-  ltx2rt compile --preset ltx-2.3 --topology v6e:2x4 --train 768x512x49 --mesh data=4,tensor=2
+  ltx2rt compile --preset ltx-2.3 --device-kind v6e:2x4 --component denoise-step --stage 1
+  ltx2rt compile --preset ltx-2.3 --device-kind v6e:2x4 --train 768x512x49 --mesh data=4,tensor=2
 
 Figures are of the compiled programs, per device and call; nothing runs and no weight is read.
 Needs libtpu, best in a virtual environment of its own. XLA_FLAGS are honoured, dumps included.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ltx2rt.backend import Compiled, DoesNotFit, get_ahead_compiler
 from ltx2rt.errors import InputError
-from ltx2rt.flags import check_bounds, flags_of
+from ltx2rt.flags import check_bounds, flag_like, flags_of
 from ltx2rt.graph import Graph
 from ltx2rt.models.catalog import CATALOG
 from ltx2rt.models.geometry import pixel_frames
@@ -30,11 +30,11 @@ from ltx2rt.placement.cost import weight_bytes
 from ltx2rt.placement.devices import DeviceKind, slice_chips, topology
 from ltx2rt.placement.mesh import canonical
 from ltx2rt.placement.mesh import in_words as mesh_in_words
-from ltx2rt.run.estimate import datasheet_session
+from ltx2rt.run.estimate import Devices, datasheet_session
 from ltx2rt.run.training_estimate import datasheet_step
 from ltx2rt.session.arrange import choose
 from ltx2rt.session.call import Call
-from ltx2rt.session.options import MEMORY, LoraSpec, ModelOptions
+from ltx2rt.session.options import LoraSpec, ModelOptions
 from ltx2rt.session.session import Session
 from ltx2rt.stages.conditioning import ImageSpec
 from ltx2rt.stages.denoise import Denoise
@@ -52,12 +52,12 @@ COMPILED = (*(name for name, row in CATALOG.items() if row.branches is None), *P
 class Target:
     """The programs to compile, and the devices to compile them for."""
 
-    topology: str = flag(
-        MISSING,
-        "TPUs to compile for, such as v6e-8 or v6e:2x4",
-        group=MEMORY,
+    device_kind: str = flag_like(
+        Devices,
+        "device_kind",
+        help="TPUs to compile for, such as v6e-8 or v6e:2x4",
         metavar="GEN:CHIPS",
-        also=("--device-kind",),
+        also=("--topology",),
     )
     component: tuple[str, ...] = flag(
         (),
@@ -111,7 +111,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
     if unknown := [name for name in target.component if name not in COMPILED]:
         known = f"known: {', '.join(COMPILED)}{hint(unknown[0], COMPILED)}"
         raise InputError(f"--component: unknown {unknown[0]!r}; {known}")
-    kind, devices = topology(target.topology)
+    kind, devices = topology(target.device_kind)
     given = request
     if request.has(Images) and not request.images:
         frames = 0, (request.num_frames or DEFAULT_FRAMES) - 1  # the encoder is compiled, too
@@ -140,7 +140,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
                     given = replace(given, num_videos=max(number, clips))
                     made = plan_job(replace(options, mesh=mesh), given, target)
                     said = f"--mesh {mesh_in_words(mesh, ',')} --num-videos {given.num_videos}"
-                    note(f"{target.topology}: the usual mesh does not divide this model; {said}")
+                    note(f"{target.device_kind}: the usual mesh does not divide this model; {said}")
                     return made
         raise
     found = {cell.component for cell in cells}
@@ -148,7 +148,7 @@ def plan_job(options: ModelOptions, request: Request, target: Target) -> Compila
         others = replace(target, component=())
         known = dict.fromkeys(x.component for x in _cells(session, clip, loras, others))
         raise InputError(f"--component: this run has no {missing[0]}; it has {', '.join(known)}")
-    chips = slice_chips(target.topology)
+    chips = slice_chips(target.device_kind)
     return Compilation(chips, kind, session.backend.mesh, cells, target.times)
 
 
@@ -156,12 +156,12 @@ def plan_training(
     options: ModelOptions, bucket: Bucket, flags: Mapping[str, Any], target: Target
 ) -> Compilation:
     """A batch forward and back. flags: of the training run. Raises InputError."""
-    kind, devices = topology(target.topology)
+    kind, devices = topology(target.device_kind)
     step = datasheet_step(options, kind, devices, bucket, flags)
     count = step.batch * step.session.backend.mesh.get("data", 1)
     size = f"{count} x {bucket}, rank {step.rank}"
     cell = Cell("train-step", step.graph, size, part=step.remat)
-    chips = slice_chips(target.topology)
+    chips = slice_chips(target.device_kind)
     return Compilation(chips, kind, step.session.backend.mesh, (cell,), target.times)
 
 

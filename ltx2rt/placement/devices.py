@@ -246,7 +246,7 @@ def topology(name: str) -> tuple[DeviceKind, int]:
     if generation not in GENERATIONS or not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){1,2}", chips):
         known = ", ".join(GENERATIONS)
         raise InputError(
-            f"--topology: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or "
+            f"--device-kind: {name!r}, expected GENERATION:CHIPS of {known}, such as v6e:2x4 or "
             "tpu7x:2x2x1, or a slice such as v6e-8"
         )
     kind, cores = GENERATIONS[generation]

@@ -200,7 +200,7 @@ def test_devices_share_the_features_of_a_clip():
 
 @pytest.mark.parametrize("changes,words", [
     ({"topology": "v9:2x4"}, ["v9:2x4", "v6e", "tpu7x", "v5p"]),
-    ({"topology": "v6e:2"}, ["--topology", "v6e:2x4"]), ({"topology": "v6e:2x0"}, ["--topology"]),
+    ({"topology": "v6e:2"}, ["--device-kind", "v6e:2x4"]), ({"topology": "v6e:2x0"}, ["--device-kind"]),
     ({"mesh": "tensor=2"}, ["--mesh", "2 devices", "there are 4"]),
     ({"mesh": "row=4"}, ["--mesh", "tensor"]), ({"stage": 3}, ["--stage"]),
     ({"mesh": "tensor=4", "component": "sampler"}, ["sampler", *COMPILED]),

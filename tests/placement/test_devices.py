@@ -87,7 +87,7 @@ def test_a_slice_is_compiled_for_by_its_name(name, chips, devices):
 @pytest.mark.parametrize("name", ["v6e-7", "v9-8", "8xH100", "v6e-0", "", "v7x-8-8", "h100:2x2"])
 def test_no_slice_is_guessed(name):
     assert slice_chips(name) == name
-    with refused("--topology: "):
+    with refused("--device-kind: "):
         topology(name)
 
 
