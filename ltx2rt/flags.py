@@ -132,6 +132,9 @@ def flag(default: Any, help: str, parse: Callable[[str], Any] | None = None, **h
     return field(default=default, metadata=metadata)
 
 
+setting = partial(flag, typed=False)  # of configuration files, Python and JSON
+
+
 def flags_of(group: str) -> Callable[..., Any]:
     """`flag` for a module most of whose flags stand under one title."""
     return partial(flag, group=group)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import flags_of
+from ltx2rt.flags import flags_of, setting
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.splice import Seam
 from ltx2rt.media.video import VideoInfo
@@ -132,7 +132,7 @@ class Segments(Group):
         least=17,
         most=MAX_FRAMES,
     )
-    segment_prompts: tuple[str, ...] = flag(
+    segment_prompts: tuple[str, ...] = setting(
         (),
         "prompts of the second segment, the third, ...; the last one is that of all later ones",
         str,
@@ -140,7 +140,6 @@ class Segments(Group):
         name="--prompt",
         repeat=True,
         also=("--segment-prompt",),
-        typed=False,
     )
     overlap: int = flag(
         25, "frames of the segment before that a segment repeats, 8k+1", least=9, most=97
@@ -354,8 +353,8 @@ def continued(
     before: SegmentFile,
     options: ModelOptions,
     model: ModelConfig,
-    anchor: tuple[SegmentFile, float] | None = None,
-    inset: Inset | None = None,
+    anchor: tuple[SegmentFile, float] | None,
+    inset: Inset | None,
 ) -> Iterator[Stage]:
     """The stages of a clip, each of which continues the part before, in pictures and sound.
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
-from ltx2rt.flags import CLIP, flags_of, parse_seconds
+from ltx2rt.flags import CLIP, flags_of, parse_seconds, setting
 from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.duration import NO_LENGTH, chooses_length, longest
 
@@ -89,7 +89,7 @@ def with_sides(given: Mapping[str, Any]) -> dict[str, Any]:
     return others | {"width": int(found[1]), "height": int(found[2])}
 
 
-def nearest_frames(seconds: float, fps: Fraction, step: int = STEP) -> int:
+def nearest_frames(seconds: float, fps: Fraction, step: int) -> int:
     """The number of frames, step*k + 1, that lasts nearest to so long."""
     return max(round((Fraction(seconds) * fps - 1) / step), 0) * step + 1
 
@@ -137,9 +137,9 @@ class Size(Pixels):
         common=CLIP,
     )
 
-    half_size: bool = flag(False, "halve both sides", typed=False)
-    quality: str | None = flag(
-        None, "size and means of that preset", choices=("draft", "best"), typed=False
+    half_size: bool = setting(False, "halve both sides", group="clip")
+    quality: str | None = setting(
+        None, "size and means of that preset", choices=("draft", "best"), group="clip"
     )
 
     def into(self, draft: Draft, model: ModelConfig) -> None:
