@@ -162,7 +162,7 @@ class DeviceInfo:
         most = min(self.free_bytes + held_bytes, 1e9 * (max_memory or math.inf))
         return int(most * (1 - self.reserve_share) - self.reserve_bytes)
 
-    def idle_bytes(self, max_memory: float | None = None) -> int:
+    def idle_bytes(self, max_memory: float | None) -> int:
         """Return `room_bytes` if nothing else used the device."""
         return replace(self, free_bytes=self.total_bytes).room_bytes(max_memory)
 

@@ -121,7 +121,7 @@ def read_json(path: Path, shape: Any = object, advice: str = "correct it") -> An
         raise InputError(f"{path} is damaged ({error}); {advice}") from None
 
 
-def read_json_lines(path: Path, shape: Any = object, advice: str = "correct it") -> list[Any]:
+def read_json_lines(path: Path, shape: Any, advice: str = "correct it") -> list[Any]:
     """Return one value for each line that is not blank. Raises InputError that names the line."""
     found = []
     for number, line in enumerate(read_text(path).split("\n"), 1):

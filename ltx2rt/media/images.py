@@ -344,9 +344,7 @@ def _taps(size: int, scaled: int, kept: int) -> tuple[np.ndarray, np.ndarray, np
     return low, np.minimum(low + 1, size - 1), source - low.astype(np.float32)
 
 
-def bicubic(
-    pixels: np.ndarray, width: int, height: int, place: tuple[float, float] = (0.5, 0.5)
-) -> np.ndarray:
+def bicubic(pixels: np.ndarray, width: int, height: int, place: tuple[float, float]) -> np.ndarray:
     """Scale u8[H, W, 3] to cover the size, bicubic with antialias, and crop: f32[3, height, width]
     in [-1, 1]. place: shares of the cropped pixels that are left and above. As the official trainer
     scales clips: torch's interpolate(mode="bicubic", antialias=True) of the range [0, 1], cut to

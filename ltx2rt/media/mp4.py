@@ -291,8 +291,8 @@ def write_sound(
     sound: Sound,
     sample_rate: int,
     kind: Container,
-    comment: dict[str, Any] | None = None,
-    origin: Origin | None = None,
+    comment: dict[str, Any] | None,
+    origin: Origin | None,
 ) -> None:
     """Write a file without pictures, whole or not at all."""
     import av

@@ -526,21 +526,17 @@ def write_float_wav(path: Path, waveform: np.ndarray, sample_rate: int) -> None:
     path.write_bytes(_chunk(b"RIFF", b"WAVE" + body))
 
 
-def wav_bytes(
-    waveform: np.ndarray | Sound,
-    sample_rate: int,
-    comment: dict[str, Any] | None = None,
-    xmp: str | None = None,
-) -> bytes:
-    """f32[2, N] in [-1, 1], clamped, as a file of 16-bit PCM. comment: stored as JSON, in the tag
-    ICMT. xmp: stored in the chunk _PMX. Raises ValueError for misshapen or non-finite data."""
-    return b"".join(_wav(waveform, sample_rate, comment, xmp))
+def wav_bytes(waveform: np.ndarray | Sound, sample_rate: int) -> bytes:
+    """f32[2, N] in [-1, 1], clamped, as a file of 16-bit PCM. Raises ValueError for misshapen or
+    non-finite data."""
+    return b"".join(_wav(waveform, sample_rate, None, None))
 
 
 def _wav(
     waveform: np.ndarray | Sound, rate: int, comment: dict[str, Any] | None, xmp: str | None
 ) -> Iterator[bytes]:
-    """The file of `wav_bytes` part by part."""
+    """The file of `wav_bytes` part by part. comment: stored as JSON, in the tag ICMT. xmp: stored
+    in the chunk _PMX."""
     sound = fit_audio(waveform, waveform.shape[-1], Fraction(rate), rate)
     # PCM, channels, ...
     head = _chunk(b"fmt ", struct.pack("<HHIIHH", 1, 2, rate, 4 * rate, 4, 16))

@@ -89,7 +89,7 @@ def moving(container: Any) -> list[Any]:
     return [s for s in container.streams.video if not s.disposition & pictures]
 
 
-def chosen_video(container: Any, number: int | None = None) -> Choice:
+def chosen_video(container: Any, number: int | None) -> Choice:
     """The video stream to read; of no index if there is none. number: as of `Tracks`. Raises
     InputError for a number that the file does not have."""
     streams = moving(container)
@@ -103,7 +103,7 @@ def chosen_video(container: Any, number: int | None = None) -> Choice:
     return Choice((best.index,), (_several(streams, "video", which),))
 
 
-def chosen_audio(path: Path, container: Any, number: int | None = None) -> Choice:
+def chosen_audio(path: Path, container: Any, number: int | None) -> Choice:
     """The streams of sound to read, as of `chosen_video`. container: of the path, which is opened
     again where tracks are compared."""
     streams = [*container.streams.audio]

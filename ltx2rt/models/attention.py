@@ -85,9 +85,9 @@ def away(o: Ops, y: Term, other: Term, nag: Term) -> Term:
     return o.cast(a + (far - a) * alpha, dtype=o.dtype)
 
 
-def feed_forward(o: Ops, x: Term, bias: bool = True, multiple: int = 4) -> Term:
+def feed_forward(o: Ops, x: Term, bias: bool) -> Term:
     """Linear, tanh-GELU, Linear: D -> 4 D -> D."""
     axis = x.type.axes[-1]
     width = x.type.size(axis)
-    h = o.gelu(o.linear(x, "net.0.proj", {"ff": multiple * width}, bias=bias))
+    h = o.gelu(o.linear(x, "net.0.proj", {"ff": 4 * width}, bias=bias))
     return o.linear(h, "net.2", {axis: width}, bias=bias)

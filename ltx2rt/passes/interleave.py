@@ -205,7 +205,7 @@ class _Halves:
                 self.second.add(self.body.nodes[-1])
         self.parts |= zip(node.outputs, zip(*made, strict=True), strict=True)
 
-    def in_turns(self, least: int = 0) -> list[Node]:
+    def in_turns(self, least: int) -> list[Node]:
         """The body's nodes: each half as far as it gets, then its exchanges, then the other half.
 
         Exchanges are all-reduces of `least` bytes or more; other exchanges' results are read at

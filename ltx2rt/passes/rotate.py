@@ -107,9 +107,10 @@ def _append_rotated(result: Graph, node: Node) -> bool:
         body.inputs |= zip(names, entering, strict=True)
         body.outputs |= zip(names, one.carried, strict=True)
         operands.append(operand)
-        for x in one.carried[1:]:
-            zeros = emit(result, "full", value=0.0, dtype=x.type.dtype, **x.type.sizes)
-            operands.append(zeros)
+        operands += (
+            emit(result, "full", value=0.0, dtype=x.type.dtype, **x.type.sizes)
+            for x in one.carried[1:]
+        )
         one.again(body, entering, v, lambda invariant: invariant)
         parts = [result.fresh(x.type) for x in one.carried]
         results += parts

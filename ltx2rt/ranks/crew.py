@@ -108,7 +108,7 @@ class Crew:
             self._store.set(topic, str(draw()))
         return int(self._store.get(topic))
 
-    def handed_out(self, topic: str, number: int, text: str = "") -> str:
+    def handed_out(self, topic: str, number: int, text: str) -> str:
         """Rank 0's text, on every rank, however long it takes to come. number: of this text within
         the topic; every rank has taken one before rank 0 hands out the next."""
         if self.rank == 0:

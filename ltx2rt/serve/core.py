@@ -126,7 +126,7 @@ def expired() -> Refusal:
     return Refusal(410, "expired", "the file was deleted after its time; send the request again")
 
 
-def require_video(job: Job, number: str = "0") -> None:
+def require_video(job: Job, number: str) -> None:
     """Raises Refusal unless the job is completed and has the video."""
     if job.status != COMPLETED:
         text = f"the video is {job.status}; ask again when it is completed"

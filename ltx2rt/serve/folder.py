@@ -281,7 +281,7 @@ def frames_of(clip: str) -> str:
 def publish(
     stem: Path, write: Callable[[int, Path], None], thumbnail: Callable[[Path], None],
     report: Callable[[], Any],
-    count: int = 1,
+    count: int,
 ) -> dict:  # fmt: skip
     """Make the job's files; the first clip comes last, when all are whole and on the disk. Returns
     the job's result. write: makes one of `count` clips by its number, in their order, and frames

@@ -82,9 +82,7 @@ def decode_sound(
     return mel, vocode(session, mel, finished)
 
 
-def decode_mel(
-    session: Session, latent: np.ndarray, finished: Callable[[], None] = lambda: None
-) -> np.ndarray:
+def decode_mel(session: Session, latent: np.ndarray, finished: Callable[[], None]) -> np.ndarray:
     """Normalised latent [B,8,n,16] -> mel [B,2,T,64], the natural logarithm."""
 
     def to_mel(part: np.ndarray) -> np.ndarray:

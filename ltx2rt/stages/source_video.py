@@ -135,7 +135,7 @@ class SourceVideo(Stage):
         return latents
 
 
-def usable_frames(num_frames: int, time_factor: int, stride: int = 1) -> int:
+def usable_frames(num_frames: int, time_factor: int, stride: int) -> int:
     """A file's frames that are encoded: every `stride`-th, cut to time_factor*k + 1."""
     taken = 1 + len(range(1, num_frames, stride))
     return (taken - 1) // time_factor * time_factor + 1

@@ -48,7 +48,7 @@ def given_tokens(
     return {"video": video.reshape(-1), "audio": audio}
 
 
-def span_of(name: str, count: int, g: Geometry, shown: bool = True) -> tuple[int, int]:
+def span_of(name: str, count: int, g: Geometry, shown: bool) -> tuple[int, int]:
     """Return how many latent frames are given, and latents of the sound of their time; without a
     picture, `count` counts these. At most half of a clip that is no longer than the span."""
     whole = g.frames if shown else g.audio_latents

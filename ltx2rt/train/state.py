@@ -85,7 +85,7 @@ def new_state(
     arrays: Mapping[str, Arrays],
     about: Mapping[str, Any],
     keep: int,
-    keep_every: int = 0,
+    keep_every: int,
 ) -> Iterator[None]:
     """Write a state, which counts after the files that are written meanwhile. keep: number of
     latest states that stay; keep_every: steps that stay are multiples of it, 0: none. Raises

@@ -349,7 +349,7 @@ def _with_connectors(
     text: RenamedSource | None,
     files: Iterable[Path],
     config: TransformerConfig,
-    donor: TensorFile | TensorFolder | None = None,
+    donor: TensorFile | TensorFolder | None,
 ) -> RenamedSource | None:
     """Connectors and text projection of the main file, else of fitting files near it or the donor."""
     own = (config.width, config.audio_width)

@@ -31,6 +31,7 @@ LLAMA_CPP = {  # llama.cpp's words for Gemma 3. Source: gguf-py's tensor_mapping
     "post_ffw_norm": "post_feedforward_layernorm",
     **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
 }
+SHOWN = 8  # kinds of names in a message
 _LLAMA_CPP = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<word>\w+)\.weight")
 _GEMMA_PREFIX = re.compile(
     r"(?:language_model\.model\.|model\.language_model\.|model\.)?(?=(?:embed_tokens|layers|norm)\.)"
@@ -163,9 +164,9 @@ def component_of(name: str) -> str | None:
     return None
 
 
-def collapse(names: Iterable[str], limit: int = 8) -> str:
-    """Names with layer numbers as `*`, each once."""
+def collapse(names: Iterable[str]) -> str:
+    """Names with layer numbers as `*`, each once, and the number of kinds beyond `SHOWN`."""
     patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    first = list(patterns.items())[:limit]
+    first = list(patterns.items())[:SHOWN]
     listed = ", ".join(name + (f" ({count})" if count > 1 else "") for name, count in first)
-    return listed + (f" and {len(patterns) - limit} more kinds" if len(patterns) > limit else "")
+    return listed + (f" and {len(patterns) - SHOWN} more kinds" if len(patterns) > SHOWN else "")

@@ -181,7 +181,7 @@ def find_tokenizer(gemma: Path | None, found: list[Path]) -> Path | Asset | None
     return found[0] if len(found) == 1 else None
 
 
-def no_tokenizer(model: Path, gemma: Path | None, found: Iterable[Path] = ()) -> InputError:
+def no_tokenizer(model: Path, gemma: Path | None, found: Iterable[Path]) -> InputError:
     """The refusal. model: the path that was passed. found: tokenizers that may be another's."""
     file = open_file(gemma) if gemma is not None and gemma.is_file() else None
     if file is None or not _needs_one(file):

@@ -67,7 +67,7 @@ def _conv_by_frames(x: Array, weight: Array, *, stride, dilation) -> Array:
 
 # a trace for each shape, not for each of a vocoder's 200
 @partial(jax.jit, static_argnames=("stride", "dilation"))
-def _conv_by_taps(x: Array, weight: Array, *, stride: int = 1, dilation: int = 1) -> Array:
+def _conv_by_taps(x: Array, weight: Array, *, stride: int, dilation: int) -> Array:
     """Convolution over time by a loop of products, with one stride's samples as channels: the TPU
     compiler takes seconds for a float32 convolution, a minute for the STFT's."""
     if stride > 1:

@@ -186,7 +186,7 @@ def changes_of(
     parts: Mapping[str, str],
     strength: float,
     stated: Callable[[int], float | None],
-    base_norm: bool = False,
+    base_norm: bool,
 ) -> dict[str, Change]:
     """The changes of a module's `weight` and `bias`. parts: its keys, by the parts of `keys`.
     stated: the scale that the file's config gives for a rank. Raises InputError."""
