@@ -52,7 +52,7 @@ def as_module(
     return NetworkModule(graph, source, torch.device(device), compile)
 
 
-class Place(torch.nn.Module):
+class Holder(torch.nn.Module):
     """A name in the network that holds parameters: nothing calls it, so that no hook would run."""
 
     def _no_hook(self, *hook: Any, **how: Any) -> NoReturn:
@@ -99,7 +99,7 @@ class NetworkModule(torch.nn.Module):
         module: torch.nn.Module = self
         for name in path.split(".") if path else ():
             if name not in module._modules:
-                module.add_module(name, Place())
+                module.add_module(name, Holder())
             module = module.get_submodule(name)
         return module
 

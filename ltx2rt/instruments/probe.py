@@ -126,7 +126,7 @@ class Listed(Exception):
     """A component has read all that it reads."""
 
 
-class Listing(Given):
+class InputList(Given):
     """A line for each tensor that a component reads, in place of a file; it is given small ones."""
 
     def __init__(self, request: ProbeRequest):
@@ -470,7 +470,7 @@ def run(options: ModelOptions, request: ProbeRequest) -> None:
             checkpoint.source(part)  # raises for one that is not there, naming its flag
     session = open_session(options, "float32", checkpoint)
     if request.lists:
-        listing = Listing(request)
+        listing = InputList(request)
         with suppress(Listed, InputError):  # an InputError is about the small zeros that it gives
             component(session, request, listing)
         print("\n".join(listing.lines.values()))

@@ -39,7 +39,7 @@ AUTO = Tracks()
 
 
 @dataclass(frozen=True)
-class Choice:
+class Chosen:
     """indices: of the container's streams that are read; two of sound are left and right.
     said: sentences about tracks that are left out."""
 
@@ -89,33 +89,33 @@ def moving(container: Any) -> list[Any]:
     return [s for s in container.streams.video if not s.disposition & pictures]
 
 
-def chosen_video(container: Any, number: int | None) -> Choice:
+def chosen_video(container: Any, number: int | None) -> Chosen:
     """The video stream to read; of no index if there is none. number: as of `Tracks`. Raises
     InputError for a number that the file does not have."""
     streams = moving(container)
     found = _eligible(streams, number, "video")
     if not found:
-        return Choice()
+        return Chosen()
     best = max(found, key=lambda s: (s.width * s.height, -s.index))
     if number is not None or len(streams) == 1:
-        return Choice((best.index,))
+        return Chosen((best.index,))
     which = f"track {streams.index(best) + 1} ({best.width}x{best.height}) is read"
-    return Choice((best.index,), (_several(streams, "video", which),))
+    return Chosen((best.index,), (_several(streams, "video", which),))
 
 
-def chosen_audio(path: Path, container: Any, number: int | None) -> Choice:
+def chosen_audio(path: Path, container: Any, number: int | None) -> Chosen:
     """The streams of sound to read, as of `chosen_video`. container: of the path, which is opened
     again where tracks are compared."""
     streams = [*container.streams.audio]
     found = _eligible(streams, number, "audio")
     if not found:
-        return Choice()
+        return Chosen()
     if number is not None or len(streams) == 1:
-        return Choice((found[0].index,))
+        return Chosen((found[0].index,))
     if pair := _sides(streams):
         numbers = " and ".join(str(streams.index(s) + 1) for s in pair)
         which = f"tracks {numbers} of one channel each are read as left and right"
-        return Choice(tuple(s.index for s in pair), (_several(streams, "audio", which),))
+        return Chosen(tuple(s.index for s in pair), (_several(streams, "audio", which),))
     best = found[0]
     if len(found) > 1:
         state = path.stat()
@@ -123,7 +123,7 @@ def chosen_audio(path: Path, container: Any, number: int | None) -> Choice:
         for stream, power in zip(found, powers, strict=True):
             best = stream if power > LOUDER * powers[found.index(best)] else best
     which = f"track {streams.index(best) + 1}{_titled(best)} is read"
-    return Choice((best.index,), (_several(streams, "audio", which),))
+    return Chosen((best.index,), (_several(streams, "audio", which),))
 
 
 def _sides(streams: Sequence[Any]) -> list[Any]:

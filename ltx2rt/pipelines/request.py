@@ -32,7 +32,7 @@ R = TypeVar("R", bound="Request")
 G = TypeVar("G", bound=Group)
 
 
-class Absent:
+class Neutral:
     """Values of flags that a pipeline may lack."""
 
     width: int = 0
@@ -52,7 +52,7 @@ class Absent:
 
 
 @dataclass(frozen=True)
-class Request(Absent):
+class Request(Neutral):
     """One clip. A class derived from this one is a pipeline, a frozen dataclass that has the fields
     of its groups before its own. `resolve` makes a `Clip` of it.
 

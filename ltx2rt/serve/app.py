@@ -21,7 +21,7 @@ from starlette.routing import Route
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.batch import made_by
 from ltx2rt.serve.files import EVENT_GAP_S, FileRoutes
-from ltx2rt.serve.form import Gone, fields_of
+from ltx2rt.serve.form import HungUp, fields_of
 from ltx2rt.serve.gate import COOKIE, PAGE, RETRY_S, nothing_here, refused
 from ltx2rt.serve.jobs import Job
 from ltx2rt.serve.openapi import Answer, openapi
@@ -47,7 +47,7 @@ class App(Orders, VideoRoutes, FileRoutes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        kinds = (Refusal, HTTPException, Gone, sqlite3.OperationalError, OSError, Exception)
+        kinds = (Refusal, HTTPException, HungUp, sqlite3.OperationalError, OSError, Exception)
         handlers = dict.fromkeys(kinds, self._refused)
         routes = [Route(path, call, methods=[method]) for method, path, call in self._routes()]
         self.starlette = Starlette(routes=routes, exception_handlers=handlers)

@@ -35,7 +35,7 @@ FORM = "application/x-www-form-urlencoded"
 _reader = ThreadPoolExecutor(1, thread_name_prefix="body")
 
 
-class Gone(Exception):
+class HungUp(Exception):
     """The client has left."""
 
 
@@ -105,7 +105,7 @@ async def _chunks(request: Request, max_bytes: int) -> AsyncGenerator[bytes, Non
                 408, "too_slow", f"nothing arrived for {SLOW_S} s; send it again"
             ) from None
         if message["type"] == "http.disconnect":
-            raise Gone
+            raise HungUp
         chunk, more = message.get("body", b""), message.get("more_body", False)
         size, spent_s = size + len(chunk), time.monotonic() - start
         if size > max_bytes:

@@ -25,7 +25,7 @@ from starlette.responses import Response
 
 from ltx2rt.serve.answers import Json
 from ltx2rt.serve.board import Board
-from ltx2rt.serve.form import Gone, close_unread
+from ltx2rt.serve.form import HungUp, close_unread
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.refusal import NO_SPACE, Refusal, invalid
 from ltx2rt.serve.users import LOCAL, OPERATOR, STRANGER, User, Users
@@ -246,7 +246,7 @@ async def refused(request: Request, error: Exception, board: Board) -> Response:
         code, why = ("disk_full", "disk is full") if full else ("unavailable", "log says why")
         text = f"the server cannot do this now; its {why}"
         error = Refusal(503, code, text, retry_after_s=RETRY_S)
-    elif isinstance(error, Gone):
+    elif isinstance(error, HungUp):
         error = Refusal(400, "gone", "the client has left")
     elif not isinstance(error, Refusal):
         error = Refusal(500, "internal", "the server failed; its log says why")

@@ -73,7 +73,7 @@ class Noise:
         return file.read(name, *part).astype(np.float32)
 
 
-class Part(NamedTuple):
+class Stretch(NamedTuple):
     """Evaluations that follow one another and run one program."""
 
     branches: Branches
@@ -145,14 +145,14 @@ class Denoise(Stage):
         return len(self.trajectory)
 
     @cached_property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[Stretch]:
         """The evaluations in order, in parts that run one program: one, or up to three."""
         guided = np.ones(self.steps(), bool)
         if self.interval is not None and self.branches != Branches():
             guided = within(self.steps(), self.interval)
         starts = [0, *(np.flatnonzero(np.diff(guided)) + 1).tolist()]
         return [
-            Part(self.branches if guided[start] else Branches(), slice(start, stop))
+            Stretch(self.branches if guided[start] else Branches(), slice(start, stop))
             for start, stop in pairwise([*starts, len(guided)])
         ]
 
