@@ -132,7 +132,7 @@ def flag(default: Any, help: str, parse: Callable[[str], Any] | None = None, **h
     return field(default=default, metadata=metadata)
 
 
-setting = partial(flag, typed=False)  # of configuration files, Python and JSON
+setting = partial(flag, typed=False)  # read from configuration files, Python and JSON
 
 
 def flags_of(group: str) -> Callable[..., Any]:

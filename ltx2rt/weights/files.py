@@ -145,7 +145,6 @@ class TensorFile:
         self.metadata, self._tensors = self._header()
         self._map = mmap.mmap(self._file, 0, access=mmap.ACCESS_READ)
         self.address = np.frombuffer(self._map, np.uint8).ctypes.data
-        self.requested_bytes = 0
         OPENED.add(self)
 
     def _header(self) -> tuple[dict[str, str], dict[str, tuple[TensorInfo, int]]]:
@@ -186,7 +185,7 @@ class TensorFile:
         return self._tensors.values()
 
     def read(self, name: str, *cuts: Cut) -> np.ndarray:
-        """The tensor, or a slice of it; its bytes are added to `requested_bytes`.
+        """The tensor, or a slice of it.
 
         Raises InputError if the file has changed since it was opened, and for values that are NaN
         or infinite. Touching the array once the file has become shorter is a SIGBUS.
@@ -199,7 +198,6 @@ class TensorFile:
         array = cut(whole.reshape(info.shape), *cuts)
         if not finite(array):
             raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
-        self.requested_bytes += array.nbytes
         return array
 
     def read_into(self, place: memoryview, begin: int) -> None:
@@ -211,7 +209,6 @@ class TensorFile:
                 f"{self.path}: cannot read: {error.strerror}; check the disk"
             ) from error
         self.check()
-        self.requested_bytes += len(place)
 
     def read_ahead(self, begin: int, size: int) -> None:
         read_ahead(self._file, begin, size)

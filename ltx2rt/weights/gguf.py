@@ -190,7 +190,6 @@ class GgufFile(TensorFile):
         for at in ENCODINGS[format].halves:
             if not finite(blocks[..., at : at + 2].view(np.float16)):
                 raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
-        self.requested_bytes += blocks.nbytes
         return (blocks.reshape(len(blocks), -1),)
 
     def _decoded(self, name: str, block: BlockFormat, rows: np.ndarray) -> np.ndarray:
@@ -204,7 +203,6 @@ class GgufFile(TensorFile):
             if not finite(part):
                 raise InputError(f"{self.path}: {name} holds {NOT_FINITE}")
             array[row : row + step] = part
-        self.requested_bytes += rows.nbytes
         return array
 
 

@@ -20,12 +20,13 @@ from ltx2rt.release import stated
 from ltx2rt.weights import parts
 from ltx2rt.weights.audit import audit, networks
 from ltx2rt.weights.checkpoint import COMPONENTS, Checkpoint, open_checkpoint
+from ltx2rt.weights.comfyui import entries, models_folder
 from ltx2rt.weights.files import TensorInfo, TensorReader, open_file, open_tensors
 from ltx2rt.weights.lora.changes import own_scale
 from ltx2rt.weights.lora.config import lora_file
 from ltx2rt.weights.lora.file import modules_of, open_lora
 from ltx2rt.weights.names import collapse
-from ltx2rt.weights.near import entries, models_folder, with_config
+from ltx2rt.weights.near import with_config
 from ltx2rt.weights.part_table import PARTS, TEXT_PROJECTION, UPSAMPLERS, names_of, word_of
 from ltx2rt.weights.places import component_sources, official_sources, open_part, version_of
 from ltx2rt.weights.quant.reader import dequantised, renamed

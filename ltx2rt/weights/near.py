@@ -1,7 +1,7 @@
 """The main file of a checkpoint, and the parts that are near it.
 
-Decides which folders are searched, ComfyUI's among them, and keeps the candidates that fit the
-transformer by their release and sizes. A main file without a config gets the one that the user
+Decides which folders are searched, and keeps the candidates that fit the transformer by their
+release and sizes. A main file without a config gets the one that the user
 names, else that of the release with its names and shapes.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, TypeVar
 from ltx2rt.errors import InputError
 from ltx2rt.notes import note
 from ltx2rt.release import named, stated
-from ltx2rt.text_files import read_text
 from ltx2rt.weights import configs
 from ltx2rt.weights.audit import networks
+from ltx2rt.weights.comfyui import entries, extra_folders, models_folder, tree_around
 from ltx2rt.weights.distilled import KINDS, kinds_of_folders
 from ltx2rt.weights.files import WEIGHTS, TensorFile, TensorFolder, open_file, open_tensors
 from ltx2rt.weights.forms import TEXT_BYTES, Room, largest, newest, transformers
@@ -56,11 +56,6 @@ MID_CHANNELS = 4  # the transformer's width over that of an upsampler; LTX-Video
 Main = TypeVar("Main", bound=TensorFile | TensorFolder)
 COPIED = ("model_version", "gemma_source_checkpoint")  # metadata of the release, next to the config
 FLAG = "pass a safetensors file of its release with --config-from FILE"
-# ComfyUI's folders. Source of the names: its folder_paths.py.
-FOLDERS = ("diffusion_models", "unet", "checkpoints", "text_encoders", "clip", "vae", "loras")
-FOLDERS += ("latent_upscale_models", "upscale_models")
-SETTINGS = ("extra_model_paths.yaml", "extra_models_config.yaml")
-SEARCHED = (*FOLDERS, "model_patches")  # which holds parts of LTX-2.5
 # Parts in separate files; `Fit` decides their release.
 NEARBY = names_of(lambda part: part.header and part.name not in ("text", "lora", "main"))
 Given = Mapping[str, str | Path | None]  # files that flags name, by option
@@ -343,9 +338,6 @@ class Fit:
         return "2.0" if "upsampler.conv.weight" in file.names() else "2.3"
 
 
-# ---- the config of a main file without one -------------------------------------------------------
-
-
 def with_config(
     main: Main, config_from: str | Path | None, donor: TensorFile | TensorFolder | None = None
 ) -> Main:
@@ -387,68 +379,3 @@ def _release(main: TensorFile | TensorFolder) -> str:
 def _shapes(name: str) -> dict[str, tuple[int, ...]]:
     """The transformer's tensors, by official name, of a preset."""
     return networks(preset(name).config, ("transformer",))["transformer"]
-
-
-# ---- ComfyUI's folders ---------------------------------------------------------------------------
-
-
-def models_folder(folder: Path) -> Path | None:
-    """The folder with ComfyUI's sub-folders: this one if it has two of them, or its `models`."""
-    if _held(folder) > 1:
-        return folder
-    return folder / "models" if _held(folder / "models") else None
-
-
-def tree_around(path: Path) -> Path | None:
-    """The folder of models that a file or folder of ComfyUI is in."""
-    path = Path(os.path.abspath(path))
-    for parent in path.parents:
-        if path.relative_to(parent).parts[0] in FOLDERS and _held(parent) > 1:
-            return parent
-    return None
-
-
-def _held(folder: Path) -> int:
-    """Number of ComfyUI's sub-folders in it, not counting parts of a diffusers model."""
-    found = [folder / name for name in FOLDERS]
-    try:
-        return sum(path.is_dir() and not (path / "config.json").exists() for path in found)
-    except OSError:
-        return 0
-
-
-def entries(root: Path) -> Iterator[Path]:
-    """Files and folders to look at, in the root and, two levels deep, in its sub-folders."""
-    yield from (path for path in inside(root) if path.is_file())
-    seen = set()
-    for folder in (*(root / name for name in SEARCHED), *extra_folders(root)):
-        real = os.path.realpath(folder)
-        if real in seen or not os.path.isdir(real):  # `unet` may be a link to `diffusion_models`
-            continue
-        seen.add(real)
-        for path in inside(folder):
-            yield path
-            if path.is_dir() and not (path / "config.json").exists():
-                yield from inside(path)
-
-
-def extra_folders(root: Path) -> list[Path]:
-    """Further model folders that ComfyUI's settings name. Raises InputError."""
-    import yaml
-
-    found = []
-    for file in (folder / name for folder in (root.parent, root) for name in SETTINGS):
-        if not file.is_file():
-            continue
-        try:
-            sections = yaml.safe_load(read_text(file)) or {}
-            for section in filter(None, sections.values()):  # all of its lines may be comments
-                base = Path(os.path.expandvars(section.get("base_path") or "")).expanduser()
-                base = file.parent / base
-                for name in SEARCHED:
-                    lines = str(section.get(name) or "").splitlines()
-                    found += [base / line.strip() for line in lines if line.strip()]
-        except (yaml.YAMLError, AttributeError, TypeError) as error:
-            said = " ".join(str(error).split())[:120]
-            raise InputError(f"{file}: no settings of ComfyUI ({said}); correct it") from None
-    return found

@@ -31,6 +31,7 @@ from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.session.weights import Counted
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
 from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
@@ -146,10 +147,10 @@ def collectives():
 
 def requested_bytes(backend: Any, devices: int, folder: Path) -> dict[str, int]:
     """Bytes that this rank asks of the reader while it loads each case from a file."""
-    files = {name: TensorFile(folder / f"params-{name}.safetensors") for name in NAMES}
+    files = {name: Counted(TensorFile(folder / f"params-{name}.safetensors")) for name in NAMES}
     for name, file in files.items():
         backend.load([Run(name).on(devices)], file)
-    return {name: file.requested_bytes for name, file in files.items()}
+    return {name: file.bytes for name, file in files.items()}
 
 
 def shared_calls(backend: Any) -> dict[str, Any]:

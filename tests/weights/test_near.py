@@ -12,10 +12,10 @@ import pytest
 
 from ltx2rt.weights import files
 from ltx2rt.weights.checkpoint import open_checkpoint
+from ltx2rt.weights.comfyui import models_folder, tree_around
 from ltx2rt.weights.files import TensorFile, TensorInfo, write_arrays, write_tensors
 from ltx2rt.weights.inspect import format_inspection, inspect_path
 from ltx2rt.weights.names import GEMMA, TEXT_PROJECTION
-from ltx2rt.weights.near import models_folder, tree_around
 from ltx2rt.weights.text_encoder import open_gemma
 from tests.conftest import refused
 from tests.gguf_files import arrays_of, package, take_apart, write_gguf
