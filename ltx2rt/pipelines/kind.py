@@ -24,15 +24,14 @@ def samples_dev(type_: type[Request]) -> bool:
 
 def wanted_kind(request: Request, named: bool) -> str:
     """The kind of the weights to fetch for a request. named: the user names its pipeline."""
-    guided = request.guided and not request.by_weights
-    guided = guided or (request.is_guided and (guiding(request) or request.unguided() is None))
-    return "dev" if guided or (named and samples_dev(type(request))) else "distilled"
+    asks = request.guided and not request.by_weights
+    needs = request.is_guided and (guiding(request) or request.unguided() is None)
+    return "dev" if asks or needs or (named and samples_dev(type(request))) else "distilled"
 
 
 def is_distilled(options: ModelOptions, checkpoint: Checkpoint) -> bool:
     """Whether the weights are known to be distilled."""
-    known = sign(checkpoint, options.assume)
-    return known is not None and known.kind == "distilled"
+    return (known := sign(checkpoint, options.assume)) is not None and known.kind == "distilled"
 
 
 def fitted(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Clip:
@@ -52,8 +51,7 @@ def learnt(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> R
 
 def _unguided(request: Request, options: ModelOptions, checkpoint: Checkpoint) -> Request:
     """Raises InputError for a request that needs dev weights."""
-    flag = "--guided" if request.guided else ""
-    flag = flag or (guiding(request) if request.is_guided else "")
+    flag = "--guided" if request.guided else guiding(request) if request.is_guided else ""
     found = None if flag else request.unguided()
     if found is None:
         where, dev = checkpoint.source("transformer").where, checkpoint.config.release.dev

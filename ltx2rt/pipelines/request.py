@@ -94,8 +94,7 @@ class Request(Neutral):
 
     def __getitem__(self, kind: type[G]) -> G:
         """The group of that kind, with the request's values."""
-        found = next(group for group in self.groups if isinstance(group, kind))
-        return self.valued(found)
+        return self.valued(next(group for group in self.groups if isinstance(group, kind)))
 
     def valued(self, group: G) -> G:
         """The group with the request's values."""
@@ -164,8 +163,8 @@ class Request(Neutral):
     def made_by(self, type_: type[R]) -> R:
         """The request of another pipeline, which reads all flags that are given."""
         read = {f.name for group in type_.groups for f in fields(group)}
-        given = {f.name: getattr(self, f.name) for f in fields(self) if f.name in read}
-        return type_(**{name: value for name, value in given.items() if value is not None})
+        names = [f.name for f in fields(self) if f.name in read]
+        return type_(**{n: value for n in names if (value := getattr(self, n)) is not None})
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         """Sentences for its user before a clip is made."""
@@ -217,14 +216,13 @@ class Request(Neutral):
     def length(self) -> tuple[int | None, Fraction]:
         """Number of frames, None if the model is to decide it, and rate; by a file that decides
         them, if it is there. Raises InputError."""
-        found = (group.length(self) for group in reversed(list(self)))
-        return next(filter(None, found))
+        return next(filter(None, (group.length(self) for group in reversed(list(self)))))
 
     @property
     def first_image(self) -> Path | None:
         """The image that prompt enhancement sees, if any."""
-        seen = (image.path for image in self.images if not image.latent)
-        return next((path for path in seen if not is_exr(path)), None)
+        seen = (one.path for one in self.images if not (one.latent or is_exr(one.path)))
+        return next(seen, None)
 
     @property
     def first_image_px(self) -> tuple[int, int] | None:
