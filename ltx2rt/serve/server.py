@@ -188,13 +188,12 @@ async def _serve(how: Serving, sock: socket.socket, folder: Folder, admission: A
     )  # fmt: skip
     app = App(how, admission, store, folder, board, supervisor, metrics)
     gate = Gate(app.starlette, how.users, board, metrics, how.flags.allow_origin)
-    config = uvicorn.Config(
+    server = HttpServer(uvicorn.Config(
         gate, http=partial(Patient, silent={}),  # pyrefly: ignore[bad-argument-type]
         ws="none", lifespan="off", log_config=None, access_log=False, server_header=False,
         timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=GRACE_S,
         h11_max_incomplete_event_size=2**16, proxy_headers=False,
-    )  # fmt: skip
-    server = HttpServer(config)
+    ))  # fmt: skip
     heard = logging.getLogger("uvicorn.error")
     heard.addHandler(Lines(board))
     heard.propagate = False
