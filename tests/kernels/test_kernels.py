@@ -8,6 +8,7 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
+import ltx2rt_kernels
 import numpy as np
 import pytest
 import torch
@@ -86,6 +87,12 @@ def test_norm_quantises_its_results_as_quantise_rows_does(name, measured):
 
 def test_every_op_with_a_kernel_has_a_case():
     assert {build(FLOATS)[0] for build in CASES.values()} == set(WITH_KERNEL)
+
+
+def test_every_kernel_runs_an_op():
+    """One whose op is not `fused` into the table, or lacks a row of `choose`, would never run."""
+    written = {path.parent.name for path in Path(ltx2rt_kernels.__file__).parent.glob("*/cuda.py")}
+    assert written == set(map(folder, WITH_KERNEL))
 
 
 @pytest.mark.parametrize("name", CASES)
