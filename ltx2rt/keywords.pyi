@@ -48,7 +48,6 @@ class ClipKeywords(TypedDict, total=False):
     images: Any
     join: Any
     keep: str | None
-    keep_source: bool
     latents_in: Any
     length: Any
     loop: int | None
@@ -60,7 +59,6 @@ class ClipKeywords(TypedDict, total=False):
     negative_prompt: str | None
     no_audio: bool
     no_crossfade: bool
-    no_keep_source: bool
     noise_in: Any
     noise_level: float
     num_frames: int | None

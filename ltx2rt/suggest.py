@@ -115,6 +115,10 @@ INSTEAD = {
     "--betas": OF_FILES, "--sigma-shift": OF_FILES, "--sigma-range": OF_FILES,
     "--audio-balance": OF_FILES, "--sound-share": OF_FILES, "--keep-every": OF_FILES,
     "--validation-seed": OF_FILES,
+    "--keep-source": "all outside the part is the file's own",
+    "--no-keep-source": "all outside the part is the file's own",
+    "--force": "files that changed are encoded again by themselves; a new folder has all encoded",
+    "--limit": "a file of fewer lines has fewer jobs, such as head -n 10 JOBS writes",
     "--audio-fit": "silence follows a sound that is shorter than the clip",
 }  # fmt: skip
 INPUTS = {"image": "--image", "video": "--video-path", "audio": "--audio-path"}  # by media type

@@ -63,7 +63,6 @@ class BatchOptions(Marks):
     token_file: Path | None = flag(
         None, "file whose first line is `NAME TOKEN`, for --server", group="server"
     )
-    limit: int | None = flag(None, "number of jobs to run at most", least=1)
     step_timeout: float = flag_like(ServeOptions, "step_timeout")
 
 
@@ -156,7 +155,7 @@ def made_by(
     mine = [order for order in remote.admit(server, lines, beside) if shard.has(order.line.id)]
     loras = {o.line.id: server.loras_of(o.given) for o in mine}
     done = results.done(model := server.model(), loras)
-    orders = [o for o in mine if done.get(o.line.id) != o.digest][: own.limit]
+    orders = [o for o in mine if done.get(o.line.id) != o.digest]
     made_of = [(o.line.id, int(o.given["seed"]), server.count(o.given)) for o in orders]
     names = [name for one in made_of for name in results.names(*one)]
     remove_abandoned(results.output, {*names, *map(frames_of, names)})

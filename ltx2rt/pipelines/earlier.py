@@ -56,6 +56,7 @@ GONE = {
     "video_skip_step": Gone("0.2.0", (0,)),
     "audio_skip_step": Gone("0.2.0", (0,)),
     "overlap_strength": Gone("0.2.0", (1,)),
+    "keep_source": Gone("0.2.0", ANY),  # all outside the part is the file's own
     "audio_fit": Gone("0.2.0", ANY),  # whether silence may follow a short sound, which it does
 }
 

@@ -54,12 +54,6 @@ class Retake(Request):
     keep: str | None = flag(
         None, "keep all of the video or of the sound (default: remake both)", choices=MODALITIES
     )
-    keep_source: bool = flag(
-        True,
-        "have the VAEs' frames and sound outside the part",
-        name="--no-keep-source",
-        also=("--keep-source",),
-    )
 
     @property
     def region_s(self) -> tuple[float, float]:
@@ -169,21 +163,14 @@ class Retake(Request):
         sound = given.sound(clip, model, num_videos=1, sound=False)
         kept = {"masks": self.masks(clip, full), "frozen": (self.keep,) if self.keep else ()}
         keeps_sound = self.keeps_sound(clip)
-        spliced, window = [], source.window
-        if self.keep_source or window:
-            frames, seconds = self.remade(clip, full)
-            if window and not self.keep_source:
-                frames, end = window, window.stop / clip.fps
-                seconds = since_s(clip), float(end)
-            whole = WholeClip(replace(source, window=None))
-            spliced = [Splice(video, whole, keeps_sound, frames, seconds)]
+        whole = WholeClip(replace(source, window=None))
         return [
             video,
             *([sound] if keeps_sound else []),
             *text(clip),
             *denoise_once(clip, full, options, loras, **kept),
             *decoded(clip, full, model, options, sound=keeps_sound or self.sound == "new"),
-            *spliced,
+            Splice(video, whole, keeps_sound, *self.remade(clip, full)),
         ]
 
 

@@ -236,7 +236,7 @@ class _Cache:
         return latents, context
 
     def _fill(self, path: Path, make: Callable[[], Mapping[str, np.ndarray]], kind: str) -> None:
-        if self.request.force or not whole(path):
+        if not whole(path):
             write_arrays(path, make())
             self.made[kind] += 1
 

@@ -94,7 +94,6 @@ class PrepareRequest:
         parse_share,
         metavar="I/N",
     )
-    force: bool = flag(False, "encode everything anew", marks="computed")
     json: bool = shown_flag(False, "print a report as JSON", group="output", marks="computed")
 
     def check(self) -> None:

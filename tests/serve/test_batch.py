@@ -188,8 +188,6 @@ def test_jobs_whose_clips_would_have_one_name_are_refused(batch, server):
 
 
 @pytest.mark.parametrize(("flags", "said"), [
-    ("--limit 0", "--limit: 0, expected at least 1"),
-    ("--limit -1", "--limit: -1, expected at least 1"),
     ("--replicas 0", "--replicas: 0, expected at least 1"),
     ("--retries -1", "--retries: -1, expected 0 or more"),
     ("--step-timeout 0", "--step-timeout: 0, expected more than 0"),
