@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import assemble, check_bounds, flagged, named_files, spelling
-from ltx2rt.media.hdr import TRANSFERS, HighRange, image_px, is_exr
+from ltx2rt.media.hdr import TRANSFERS, HighRange, is_exr
 from ltx2rt.pipelines.build import Loras, in_two_passes
 from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups.group import Group
@@ -223,15 +223,6 @@ class Request(Neutral):
         """The image that prompt enhancement sees, if any."""
         seen = (one.path for one in self.images if not (one.latent or is_exr(one.path)))
         return next(seen, None)
-
-    @property
-    def first_image_px(self) -> tuple[int, int] | None:
-        """Width and height of the first image, from its header; None without one that is there, and
-        with latents, which have a size. Raises InputError."""
-        images = self.images
-        if not images or any(image.latent for image in images) or not images[0].path.is_file():
-            return None
-        return image_px(images[0].path)
 
     @property
     def high_range(self) -> HighRange | None:
