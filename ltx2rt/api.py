@@ -113,8 +113,12 @@ class Clip:
                 path.write(file.read_bytes())
             return
         output, count = Path(path), len(self.frames) or self.settings["num_frames"]
-        signature = parse_signature(sign) if sign else None
-        files = Files(outputs=(output,), provenance=provenance, sign=signature, timestamp=timestamp)
+        files = Files(
+            outputs=(output,),
+            provenance=provenance,
+            sign=parse_signature(sign) if sign else None,
+            timestamp=timestamp,
+        )
         files.check(num_frames=count)
         write_clip(
             output,

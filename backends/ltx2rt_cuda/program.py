@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 import ml_dtypes
 import numpy as np
@@ -27,8 +27,9 @@ Tensors = dict[str, torch.Tensor]
 Weights = Tensors
 
 
-def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
-    """A tensor over the array's memory, bfloat16 included; never written to. A tensor passes."""
+def to_torch(array: np.ndarray | torch.Tensor, order: Literal["C", "K"] = "C") -> torch.Tensor:
+    """A tensor over the array's memory, bfloat16 included; never written to. A tensor passes. order:
+    "C" copies a part of an array, "K" leaves it in the whole."""
     if isinstance(array, torch.Tensor):
         return array
     with warnings.catch_warnings():
@@ -38,13 +39,13 @@ def to_torch(array: np.ndarray | torch.Tensor) -> torch.Tensor:
         if array.dtype == E4M3:
             return torch.from_numpy(array.view(np.uint8)).view(DTYPES[E4M3])
         # ascontiguousarray gives a scalar an axis
-        return torch.from_numpy(np.asarray(array, order="C"))
+        return torch.from_numpy(np.asarray(array, order=order))
 
 
 def upload(graph: Graph, name: str, value: Any, device: TorchDevice) -> torch.Tensor:
     """The input `name` of `graph` on the device; a wrong shape is a ValueError."""
-    dtype = DTYPES[graph.input_type(name, value.shape).dtype]
-    return device.upload(to_torch(value).to(dtype))
+    tensor = to_torch(value, "K" if device.pins else "C")
+    return device.upload(tensor, DTYPES[graph.input_type(name, tensor.shape).dtype])
 
 
 class Program:
@@ -229,7 +230,7 @@ class Loop:
         self, weights: Weights, given: Tensors, arguments: list
     ) -> tuple[Callable[[Tensors], Tensors], Tensors]:
         """`_step`, launched each time."""
-        prepared = self.before(weights, {name: given[name] for name in self.before.graph.inputs})
+        prepared = self.before(weights, given)
         values, module, graph = self.values(given, prepared), self.body.module, self.body.graph
 
         def step(changing: Tensors) -> Tensors:

@@ -30,7 +30,7 @@ from ltx2rt.config import VideoVaeConfig
 
 # The official automatic layout.
 # the long side; the short one follows the aspect ratio
-TILE_PX, MIN_TILE_PX, OVERLAP_PX = (768, 96, 64)
+TILE_PX, MIN_TILE_PX, OVERLAP_PX = 768, 96, 64
 TILE_FRAMES, OVERLAP_FRAMES = 80, 24
 # Cells of features in a tile: a clip of 121 frames at 768x512 is one tile of 375 000 cells and
 # needs 20 GB. Fewer are for devices without room for that: the last are 5 GB.
@@ -212,14 +212,14 @@ def blend_tiles(
     height, width = tiling.rows[-1].end, tiling.columns[-1].end
     ends = [*(t.first for t in tiling.frames[1:]), tiling.frames[-1].end]
     # frames [done, done + n), partly summed
-    done, waiting = (0, np.zeros((3, 0, height, width), np.float32))
+    done, waiting = 0, np.zeros((3, 0, height, width), np.float32)
     with ThreadPoolExecutor(BLEND_THREADS, thread_name_prefix="blend") as pool:
         for t, end in zip(tiling.frames, ends, strict=True):
             frames, seen = None, waiting.shape[1]
             seams = map(_seams, (tiling.rows, tiling.columns))
             for (r, top), (c, left) in itertools.product(*seams):
                 tile = to_host(next(decoded))
-                expected = (1, 3, len(t.weights), len(r.weights), len(c.weights))
+                expected = 1, 3, len(t.weights), len(r.weights), len(c.weights)
                 assert tile.shape == expected, f"a tile of {tile.shape}, expected {expected}"
                 each = tile[0].swapaxes(0, 1)
                 if tile.shape[3:] == (height, width):
@@ -241,7 +241,7 @@ def blend_tiles(
 
 def _seams(spans: Sequence[Span]) -> list[tuple[Span, int]]:
     """Each span, and how many of its positions the spans before it have."""
-    ends = (0, *(s.end for s in spans[:-1]))
+    ends = 0, *(s.end for s in spans[:-1])
     return [(s, end - s.first) for s, end in zip(spans, ends, strict=True)]
 
 

@@ -18,6 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from ltx2rt_cuda.program import to_torch
 from ltx2rt_tpu.ops import ON_TPU, OPS
 from ltx2rt_tpu.ops.products import ONCE_ON_V6E, linear_once, modulate_once
 from ltx2rt_tpu.program import LEVEL, ON_CPU, Assembled, compilations
@@ -370,6 +371,13 @@ def test_calls_stopped_by_their_reader_leave_one_under_way(name):
         assert found == [2 * x for x in range(stop)]
         results.close()
         assert len(taken) == stop + 1
+
+
+def test_a_part_of_an_array_is_cut_only_where_it_is_asked_for():
+    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
+    cut, in_place = (to_torch(whole[:, 1:4], order) for order in ("C", "K"))
+    assert cut.is_contiguous() and not np.shares_memory(cut.numpy(), whole)
+    assert np.shares_memory(in_place.numpy(), whole) and torch.equal(cut, in_place)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

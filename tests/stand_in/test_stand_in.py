@@ -66,6 +66,19 @@ def session(preset: str, *requests: dict, gigabytes: int = 80, **case: Any) -> d
     return ended(started({"preset": preset, "requests": requests, **case}, gigabytes))
 
 
+def test_a_part_of_an_array_is_rounded_on_its_way_to_the_device():
+    code = """if True:
+        import numpy, torch
+        from ltx2rt_cuda.device.cuda import Cuda
+        from ltx2rt_cuda.program import to_torch
+        part = numpy.arange(192, dtype=numpy.float32).reshape(4, 6, 8)[:, 1:4, 2:7]
+        sent = Cuda().upload(to_torch(part, "K"), torch.bfloat16)
+        assert sent.is_cuda and sent.is_contiguous() and sent.dtype == torch.bfloat16
+        assert (sent.cpu().float().numpy() == part).all()
+    """
+    subprocess.run([PYTHON, "-c", code], env=environment(80), check=True)
+
+
 def test_a_request_is_recorded_and_repeated():
     found = session("tiny-2.3", TINY | {"steps": 2}, runs=2)
     assert found["replays"] == 2 * (2 + 3 + 2), "steps of both stages, and what is before them"

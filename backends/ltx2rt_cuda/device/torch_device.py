@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, device
+from torch import Tensor, device, dtype
 
 from ltx2rt.backend import DeviceInfo
 from ltx2rt.errors import InputError
@@ -123,12 +123,13 @@ class TorchDevice:
         """None: every call launches its work again."""
         return None
 
-    def upload(self, x: Tensor) -> Tensor:
+    def upload(self, x: Tensor, dtype: dtype) -> Tensor:
         """A tensor of any memory on the device."""
-        if self.pins and x.device.type != self.torch.type:
-            # From other memory a copy waits for all that the device has to do.
-            return x.pin_memory().to(self.torch, non_blocking=True)
-        return x.to(self.torch)
+        if self.pins and not x.is_cuda:
+            # From other memory a copy waits for all that the device has to do. One pass, by all
+            # cores, also cuts a part out of a larger array and rounds it.
+            x = torch.empty(x.shape, dtype=dtype, pin_memory=True).copy_(x)
+        return x.to(self.torch, dtype, non_blocking=True)
 
     def fetch(self, x: Tensor) -> Tensor | Fetched:
         """Start copying a result to the host once it is computed, not after later work."""
