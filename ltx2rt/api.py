@@ -252,7 +252,8 @@ class Session:
     ) -> dict[str, Any]:
         """The dict of `plan --json` for such a clip on devices that need not be here."""
         with ExitStack() as during:
-            given = {"prompt": "a plan", "seed": 0, **_on_disk({**clip}, during)}
+            prompt = "" if "context" in clip else "a plan"
+            given = {"prompt": prompt, "seed": 0, **_on_disk({**clip}, during)}
             where = Devices(device_kind, devices)
             return to_json(estimate(self.resident.asked, make_request(pipeline, **given), where))
 

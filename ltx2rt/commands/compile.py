@@ -48,7 +48,8 @@ def job_of(args: argparse.Namespace) -> Compilation:
     with standing_for(args.preset, options) as options:
         if step:
             return plan_training(options, *step, target)
-        request = type_(prompt="compiled", seed=0, **given_flags(args, type_))
+        prompt = "" if hasattr(args, "context") else "compiled"
+        request = type_(prompt=prompt, seed=0, **given_flags(args, type_))
         return plan_job(options, request, target)
 
 

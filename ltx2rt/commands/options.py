@@ -155,6 +155,7 @@ def planned_flags(to: Any, mark: str) -> None:
     model_or_preset(to)
     add_flags(to, ModelOptions, only=marked(mark, ModelOptions), dtype="bfloat16")
     pipeline_flags(to, *WORDS)
+    add_flags(to, Prompt, only=["context"])
 
 
 def start_ranks(

@@ -162,7 +162,8 @@ def main(args: argparse.Namespace) -> None:
         shown = json.dumps(training_estimate.to_json(of_step), indent=1) if args.json else None
         print(shown or training_estimate.to_text(of_step))
         return
-    request = type_(prompt="a plan", seed=0, **given_flags(args, type_))
+    prompt = "" if hasattr(args, "context") else "a plan"
+    request = type_(prompt=prompt, seed=0, **given_flags(args, type_))
     request.check()
     if args.trace:
         if args.trace.suffix != ".json":

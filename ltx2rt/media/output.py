@@ -177,10 +177,7 @@ def check_encoders(path: Path, transfer: str | None = None) -> None:
 def check_streams(paths: Sequence[Path], has_video: bool, has_sound: bool) -> None:
     """Refuse only sound files for a video, and anything else for only sound. Raises InputError."""
     if paths and not has_video and not has_sound:
-        raise InputError(
-            f"--output: {paths[0]}, but this pipeline makes only latents; give --latents-out "
-            "instead"
-        )
+        raise InputError("--output: this pipeline makes no clip; give --latents-out FILE instead")
     sounds = [path for path in paths if is_sound(path)]
     others = [path for path in paths if path not in sounds]
     if sounds and has_video and not others:

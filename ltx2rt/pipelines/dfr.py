@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 from ltx2rt.config import ModelConfig
@@ -33,7 +34,7 @@ from ltx2rt.pipelines.groups.size import MAX_FPS, Size
 from ltx2rt.pipelines.groups.sound import Sounding
 from ltx2rt.pipelines.request import Request
 from ltx2rt.session.options import LoraSpec, ModelOptions
-from ltx2rt.stages.conditioning import Anchor, Conditioning, SeededSlot, Slot
+from ltx2rt.stages.conditioning import Anchor, Conditioning, ImageSpec, SeededSlot, Slot
 from ltx2rt.stages.inset import Cut
 from ltx2rt.stages.references import StageReference
 from ltx2rt.stages.refine import Refine
@@ -70,14 +71,18 @@ class Window(NamedTuple):
     def given(self, geometry: Geometry, segment: int, latents: str) -> list[Conditioning]:
         """Keyframes where segments end, but not at the canvas' first frame, then the empty ones in
         their middles. latents: those that the empty ones start from, by name."""
-        ends = [frame for frame in range(self.start, self.stop + 1, segment) if frame]
-        anchors = [Anchor(frame - self.start, geometry, frame, ANCHOR_STRENGTH) for frame in ends]
-        middles = range(self.start + segment // 2, self.stop, segment)
-        slots = [
-            (frame - self.start, geometry, latents, frame // geometry.time_factor)
-            for frame in middles
+        anchors = [
+            Anchor(
+                ImageSpec(Path(), frame - self.start, ANCHOR_STRENGTH), geometry, frame, append=True
+            )
+            for frame in range(self.start, self.stop + 1, segment)
+            if frame
         ]
-        return [*anchors, *(SeededSlot(*slot) for slot in slots)]
+        slots = [
+            SeededSlot(frame - self.start, geometry, latents, frame // geometry.time_factor)
+            for frame in range(self.start + segment // 2, self.stop, segment)
+        ]
+        return [*anchors, *slots]
 
 
 def windows(num_frames: int, segment: int, count: int) -> list[Window]:

@@ -7,7 +7,6 @@ from fractions import Fraction
 from typing import ClassVar
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.errors import InputError
 from ltx2rt.pipelines.build import Loras
 from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups import RUN
@@ -25,21 +24,10 @@ class Encode(Request):
     groups = (Prompt(), *RUN, NegativePrompt())
     num_frames: ClassVar[int] = 1
     fps: ClassVar[Fraction] = Fraction(1)
+    length: ClassVar[tuple[int, Fraction]] = num_frames, fps  # pyrefly: ignore[bad-override]
     auto_duration: ClassVar[None] = None
-
-    def check(self) -> None:
-        super().check()
-        if self.context:
-            raise InputError(f"--context: {self.context} is encoded already; give --prompt")
-
-    @property
-    def negated(self) -> bool:
-        """Both prompts are encoded, whatever reads them."""
-        return True
-
-    @property
-    def length(self) -> tuple[int, Fraction]:
-        return self.num_frames, self.fps
+    # both prompts are encoded, whatever reads them
+    negated: ClassVar[bool] = True  # pyrefly: ignore[bad-override]
 
     def stages(
         self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras

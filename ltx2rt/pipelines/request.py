@@ -205,7 +205,7 @@ class Request(Neutral):
     @property
     def border(self) -> tuple[int, int]:
         """Columns and rows that are added to a given clip."""
-        return (0, 0)
+        return 0, 0
 
     @property
     def files(self) -> list[Path]:

@@ -46,6 +46,7 @@ from ltx2rt.serve.fields import (
     uploads,
     value,
 )  # fmt: skip
+from ltx2rt.serve.folder import INPUT
 from ltx2rt.serve.refusal import Refusal, invalid, misfit, of_input, unknown
 from ltx2rt.serve.shapes import Shape
 from ltx2rt.serve.upload import EXR, IMAGE, SUFFIX
@@ -70,7 +71,6 @@ MAX_USER = 512  # characters of a user's name
 MAX_SHAPES = 256  # whose plans are remembered
 UNKNOWN_BYTES = 10**15  # memory of a device that no replica has reported yet
 SHA = re.compile(r"[0-9a-f]{64}")
-KEPT = re.compile(rf"\b{SHA.pattern}(\.media|\.mask|\.exr)?\b")
 
 
 def digest_of(given: Mapping[str, Any]) -> str:
@@ -186,7 +186,7 @@ class Admission:
             raise invalid(f"user: expected at most {MAX_USER} characters", "user")
         try:
             clip = {f: value(found, given[f]) for f, found in clip_fields.items() if f in given}
-            if "prompt" not in clip:
+            if not {"prompt", "context"} & given.keys():
                 raise InputError("--prompt: there is none; say what the clip shows")
             if type_.has(Length):
                 clip = with_sides(clip | {"size": self._text(given, "size", "") or None})
@@ -264,7 +264,7 @@ class Admission:
         for folder in filter(None, (self.inputs, self.lora_folder, model, model.parent)):
             if str(folder) not in (".", "/"):
                 message = message.replace(f"{folder}/", "")
-        return KEPT.sub("the file", message)
+        return re.sub(rf"\b{INPUT.pattern}\b", "the file", message)
 
     def _name(self, given: Mapping[str, Any]) -> str:
         """The pipeline that a request names, or that its inputs choose. Raises Refusal."""

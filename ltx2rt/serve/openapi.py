@@ -36,8 +36,12 @@ def _body(admission: Admission) -> dict[str, Any]:
         about = f"a {kind}: a file of the form with this name, or a data: URL"
         properties[name] = {"type": "string", "description": about}
     properties["prompt"] = {"type": "string", "maxLength": MAX_PROMPT}
-    fixed = {"type": "object", "required": ["prompt"], "additionalProperties": False}
-    return {**fixed, "properties": properties}
+    return {
+        "type": "object",
+        "anyOf": [{"required": ["prompt"]}, {"required": ["context"]}],
+        "additionalProperties": False,
+        "properties": properties,
+    }
 
 
 def openapi(admission: Admission, routes: Iterable[Answer]) -> dict[str, Any]:

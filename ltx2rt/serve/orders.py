@@ -34,10 +34,9 @@ class Orders(Core):
         given = await fields_of(request, self.how.flags.max_upload)
         if unknown := sorted(given.keys() - {"prompt"}):
             name = unknown[0][:80]
-            text = f"{name!r}: a remix changes the prompt alone"
-            raise Refusal(400, "unknown_field", text, name)
-        settings = {**job.given, "seed": job.job["clip"].get("seed"), "prompt": given.get("prompt")}
-        return await self._add(request, settings, remixed_from=job.id)
+            raise Refusal(400, "unknown_field", f"{name!r}: a remix changes the prompt alone", name)
+        new = {"prompt": None, "context": None} | given | {"seed": job.job["clip"].get("seed")}
+        return await self._add(request, job.given | new, remixed_from=job.id)
 
     async def extend(self, request: Request) -> Response:
         """Queue a video that continues a finished one, by default with the same prompt. Where one
@@ -76,7 +75,8 @@ class Orders(Core):
             data = await asyncio.to_thread(file.read)
         kept = await asyncio.to_thread(self.folder.keep_input, data, SUFFIX[VIDEO], job.user)
         fixed = {"pipeline": "extend", "video_path": [{"file_id": kept}]}
-        given = {"prompt": job.job["clip"].get("prompt")} | given | fixed
+        same = {"prompt": job.job["clip"].get("prompt"), "context": job.given.get("context")}
+        given = ({} if same.keys() & given.keys() else same) | given | fixed
         return await self._add(request, given, remixed_from=job.id)
 
     async def _add(

@@ -40,7 +40,7 @@ AT_ONCE = 4  # lines are checked
 RETRIED = ("worker_died", "step_timeout", "internal")  # what another attempt may mend
 WINDOW = 64  # lines within which jobs of one shape are made after one another
 # how long a server may not answer: from the start on, and once it has
-ABSENT_S, SILENT_S = (15.0, 600.0)
+ABSENT_S, SILENT_S = 15.0, 600.0
 MOST_WAIT_S = 60.0  # that a busy server may ask for
 MOST_BYTES, MOST_CLIP_BYTES, SLOWEST_BYTES_PER_S = 2**26, 2**36, 1000
 VIDEO = {

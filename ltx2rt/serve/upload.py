@@ -21,27 +21,35 @@ from ltx2rt.media.hdr import MAGIC, read_exr
 from ltx2rt.media.images import formats, read_rgb
 from ltx2rt.serve.refusal import NO_SPACE, Refusal
 from ltx2rt.system import limit
+from ltx2rt.weights.files import TensorFile
 
 IMAGE, SOUND, VIDEO, MASK = "image", "sound", "video", "mask"  # a mask is an image or a video
-EXR = "exr"  # an image in high dynamic range
-MAX_BYTES = dict.fromkeys((IMAGE, SOUND), 16 * 2**20) | dict.fromkeys((VIDEO, MASK, EXR), 2**26)
+# an image in high dynamic range; encoded texts, which take 63 MB in float32 of LTX-2.0
+EXR, CONTEXT = "exr", "context"
+MAX_BYTES = dict.fromkeys((VIDEO, MASK, EXR, CONTEXT), 2**26) | {IMAGE: 2**24, SOUND: 2**24}
 MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
 # limits for sound and video; the models make at most 20 s
-MAX_S, MAX_FRAMES, MAX_STREAMS = (60, 2000, 8)
+MAX_S, MAX_FRAMES, MAX_STREAMS = 60, 2000, 8
 MAX_SOUND_S = 3600  # jobs take a part of a song; its bytes are limited
-MEMORY_BYTES = {IMAGE: 2**30, EXR: 2**31, SOUND: 2**31, VIDEO: 2**31, MASK: 2**31}
-TIME_S = {IMAGE: 20, EXR: 20, SOUND: 60, VIDEO: 60, MASK: 60}  # processor time
+MEMORY_BYTES = dict.fromkeys(MAX_BYTES, 2**31) | {IMAGE: 2**30}
+TIME_S = dict.fromkeys(MAX_BYTES, 60) | {IMAGE: 20, EXR: 20}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
 # as FFmpeg calls its readers
-MEDIA = (
-    "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm", "wav", "flac", "mp3", "ogg", "avi", "aiff", "caf", "mpeg",
-    "mpegts", "aac", "amr", "asf", "flv", "gif", "apng", "w64", "wv", "tta", "au", "ac3", "mpegvideo",
-    "eac3", "dts", "ape", "yuv4mpegpipe", "mjpeg", "h264", "hevc", "mxf", "dv", "ivf", "nut",
-)  # fmt: skip
+MEDIA = re.compile(
+    "mov,mp4,m4a,3gp,3g2,mj2|matroska,webm|wav|flac|mp3|ogg|avi|aiff|caf|mpeg|mpegts|aac|amr|asf|flv|"
+    "gif|apng|w64|wv|tta|au|ac3|mpegvideo|eac3|dts|ape|yuv4mpegpipe|mjpeg|h264|hevc|mxf|dv|ivf|nut"
+)
 AT_ONCE = 4  # are decoded; more wait
 # what is kept as one kind cannot be named as another
-SUFFIX = {IMAGE: "", EXR: ".exr", SOUND: ".media", VIDEO: ".media", MASK: ".mask"}
+SUFFIX = {
+    IMAGE: "",
+    SOUND: ".media",
+    VIDEO: ".media",
+    MASK: ".mask",
+    EXR: ".exr",
+    CONTEXT: ".context",
+}
 NOT_STORED = 3  # exit status: there is no room for the file, whatever it holds
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
 _places = asyncio.Semaphore(AT_ONCE)
@@ -91,7 +99,9 @@ def main() -> int:
             shutil.copyfileobj(sys.stdin.buffer, file)
             file.flush()
             path = Path(f"/dev/fd/{file.fileno()}")
-            {IMAGE: read_image, EXR: read_light}.get(kind, partial(read_media, kind))(path)
+            {IMAGE: read_image, EXR: read_light, CONTEXT: read_tensors}.get(
+                kind, partial(read_media, kind)
+            )(path)
     except Exception as error:
         full = isinstance(error, OSError) and error.errno in NO_SPACE
         said = re.sub(r"(\S+: )?/dev/fd/\d+: ", "", str(error))
@@ -110,6 +120,13 @@ def read_light(path: Path) -> None:
     """Refuse all that `read_exr` refuses, and more than a frame's pixels."""
     height, width, _ = read_exr(path).shape
     check_size(width, height, MAX_FRAME_PX)
+
+
+def read_tensors(path: Path) -> None:
+    """Refuse a damaged file, and values that are not finite."""
+    file = TensorFile(path)
+    for name in file.names():
+        file.read(name)
 
 
 def check_size(width: int, height: int, most: int) -> None:
@@ -173,7 +190,7 @@ def read_media(kind: str, path: Path) -> None:
 def check_container(kind: str, container: Any) -> None:
     """Raises ValueError."""
     sounds, videos = container.streams.audio, container.streams.video
-    if container.format.name not in MEDIA:
+    if not MEDIA.fullmatch(container.format.name):
         found = f"a file of the kind {container.format.name!r}"
         raise ValueError(f"no {kind}: {found}; save it as MP4 or WAV")
     if len(sounds) + len(videos) > MAX_STREAMS:

@@ -265,22 +265,13 @@ class SeededSlot(Slot):
 
 
 @dataclass(frozen=True)
-class Anchor(Conditioning):
-    """The state's keyframe of pixel frame `of`, a guide at pixel frame `frame` (2.5)."""
+class Anchor(Still):
+    """The state's keyframe of pixel frame `of`, a guide at the frame of `spec` (2.5)."""
 
-    frame: int
-    geometry: Geometry
     of: int
-    strength: float
-
-    def blank(self) -> Tokens:
-        return self._tokens(np.zeros(one_frame(self.geometry), np.float32))
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
-        return self._tokens(state.keyframes[self.of])
-
-    def _tokens(self, latent: np.ndarray) -> Tokens:
-        return image_tokens(self.geometry, latent, self.frame, self.strength, append=True)
+        return self.tokens(state.keyframes[self.of])
 
 
 def slot_frames(num_frames: int, count: int) -> tuple[int, ...]:

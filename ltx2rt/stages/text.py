@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+from ml_dtypes import bfloat16
+
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models.catalog import PROMPT_TOKENS
@@ -16,7 +19,7 @@ from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.stage import MODALITIES, Stage, State, say
 from ltx2rt.stages.tokenizer import check_vocabulary, count_tokens, tokenize
 from ltx2rt.text_files import parse
-from ltx2rt.weights.files import TensorFile
+from ltx2rt.weights.files import INFINITY, TensorFile
 
 PROMPTS = "prompt", "negative prompt"
 NAMES = {modality: f"{modality}_context" for modality in MODALITIES}
@@ -53,7 +56,8 @@ class Text(Stage):
             key = (self.prompts, self.loras)
             state.contexts = session.remember(key, lambda: self._encode(session))
         for modality, context in state.contexts.items() if self.record else ():
-            state.put(NAMES[modality], context)
+            half = context.astype(bfloat16)
+            state.record[NAMES[modality]] = half if (half == context).all() else context
 
     def _encode(self, session: Session) -> dict:
         (call,) = self.needs(session.config)
@@ -77,7 +81,7 @@ class GivenText(Stage):
         if texts_of(self.path, session.config)[: len(self.prompts)] != self.prompts:
             raise InputError(f"--context: {self.path} has changed since the run began; start again")
         with watch.stage(self.name):
-            state.contexts = {modality: file.read(name) for modality, name in NAMES.items()}
+            state.contexts = {m: file.read(name).astype(np.float32) for m, name in NAMES.items()}
 
 
 def texts_of(path: Path, model: ModelConfig) -> tuple[str, str]:
@@ -103,10 +107,12 @@ def texts_of(path: Path, model: ModelConfig) -> tuple[str, str]:
     if config.caption_projection:
         widths = config.caption_channels, config.caption_channels
     for name, width in zip(NAMES.values(), widths, strict=True):
-        found = file.info(name).shape if name in file.names() else ()
-        if found != (expected := (len(PROMPTS), PROMPT_TOKENS, width)):
+        expected = len(PROMPTS), PROMPT_TOKENS, width
+        found = file.info(name) if name in file.names() else None
+        if not found or found.shape != expected or found.dtype not in INFINITY:
+            held = f"{found.dtype} {list(found.shape)}" if found else "missing"
             raise InputError(
-                f"--context: {name} in {path} has the shape {list(found)}, the model takes "
+                f"--context: {name} in {path} is {held}, the model takes floating-point numbers "
                 f"{list(expected)}; encode the prompt with it"
             )
     return texts

@@ -100,8 +100,9 @@ def test_the_layout_is_the_published_one(num_frames):
         for stage in found:
             anchors = [g for g in stage.given if isinstance(g, Anchor)]
             slots = [g for g in stage.given if isinstance(g, SeededSlot)]
-            assert stage.given == (*anchors, *slots) and {a.strength for a in anchors} == {0.95}
-            assert [a.frame for a in anchors] == [a.of - stage.start for a in anchors]
+            assert stage.given == (*anchors, *slots) and all(a.append for a in anchors)
+            assert {a.spec.strength for a in anchors} == {0.95}
+            assert [a.spec.frame for a in anchors] == [a.of - stage.start for a in anchors]
             assert all(slot.index == round((slot.frame + stage.start) / 8) for slot in slots)
             assert {slot.latents for slot in slots} == {stage.source} == {f"round{number}_upsample"}
             stop = stage.start + (stage.geometry.frames - 1) * 8

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+import ltx2rt
 from ltx2rt.commands.generate import examples
 from ltx2rt.pipelines.encode import Encode
 from ltx2rt.session.stopwatch import Stopwatch
@@ -55,6 +56,7 @@ def test_contexts_that_do_not_fit_are_refused_in_one_sentence(tiny, contexts, tm
     model, other, file = tiny("tiny-2.3", "diffusers"), tmp_path / "x", TensorFile(contexts)
     about, arrays = file.metadata["ltx2rt"], {name: file.read(name) for name in file.names()}
     narrow = {name: x[..., :8] for name, x in arrays.items()}
+    whole = {name: x.astype(np.int32) for name, x in arrays.items()}
     for tensors, metadata, said in (
         (arrays, {}, "does not say what prompt it holds, expected a file of `generate --pipeline"),
         (
@@ -63,8 +65,9 @@ def test_contexts_that_do_not_fit_are_refused_in_one_sentence(tiny, contexts, tm
             "does not say what prompt it holds",
         ),
         (arrays, {"ltx2rt": about.replace('"2.3"', '"2.5"')}, "was encoded for LTX-2.5, the model"),
-        (narrow, {"ltx2rt": about}, f"video_context in {other} has the shape [2, 1024, 8]"),
-        ({}, {"ltx2rt": about}, f"video_context in {other} has the shape [], the model takes [2,"),
+        (narrow, {"ltx2rt": about}, f"video_context in {other} is float32 [2, 1024, 8], the model"),
+        (whole, {"ltx2rt": about}, f"video_context in {other} is int32 [2, 1024, "),
+        ({}, {"ltx2rt": about}, f"video_context in {other} is missing, the model takes floating"),
     ):
         write_arrays(other, tensors, metadata)
         status, _, err = generate(model, *SIZE, "--context", other)
@@ -78,7 +81,10 @@ def test_contexts_that_do_not_fit_are_refused_in_one_sentence(tiny, contexts, tm
         (("--context", contexts, "--prompt", "fox"), "not allowed with argument"),
         (("--context", contexts, "--enhance-prompt"), "--enhance-prompt: given beside --context"),
         (("--context", contexts, "--prompt-at", "0:1=rain"), "--prompt-at: given beside --context"),
-        (("--pipeline", "encode", "--prompt", "a", "--output", "a.mp4"), "give --latents-out"),
+        (
+            ("--pipeline", "encode", "--prompt", "a"),
+            "--output: this pipeline makes no clip; give --latents-out FILE instead",
+        ),
     ):
         size = () if "encode" in words else SIZE
         status, _, err = generate(model, *size, *words)
@@ -90,6 +96,25 @@ def test_a_file_that_is_replaced_before_it_is_read_ends_the_run(contexts):
     session = SimpleNamespace(config=preset("tiny-2.3").config)
     with refused("fox.safetensors has changed since the run began"):
         GivenText(contexts, ("a robot",)).run(session, State(), Stopwatch(None))
+
+
+@pytest.mark.long
+def test_a_run_with_contexts_is_planned(tiny, contexts):
+    plan = ("plan", "--preset", "tiny-2.3", "--device-kind", "h200", "--verbose", "--context")
+    status, out, err = run_cli((*plan, str(contexts)))
+    assert status == 0 and "decode" in out and "text " not in out, err
+    with ltx2rt.open(tiny("tiny-2.3", "diffusers"), backend="cuda", device="cpu") as session:
+        found = session.plan("h200", context=contexts)
+    assert "text" not in {stage["name"] for stage in found["stages"]}
+
+
+@pytest.mark.long
+def test_contexts_that_bfloat16_holds_exactly_take_half_the_room(tiny, contexts, tmp_path):
+    model, path = tiny("tiny-2.3", "diffusers"), tmp_path / "half.safetensors"
+    words = ("--pipeline", "encode", "--prompt", "fox", "--negative-prompt", "dog")
+    assert generate(model, *words, "--dtype", "bfloat16", "--latents-out", path)[0] == 0
+    assert path.stat().st_size < 0.51 * contexts.stat().st_size
+    assert generate(model, *SIZE, "--context", path, "--latents-out", tmp_path / "clip")[0] == 0
 
 
 def test_it_is_planned_and_its_example_names_no_clip():

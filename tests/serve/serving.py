@@ -23,12 +23,25 @@ import psutil
 from PIL import Image
 
 from ltx2rt.media.mp4 import EXACT, write_mp4
+from ltx2rt.weights.files import write_arrays
+from ltx2rt.weights.presets import preset
 
 # Fields with the prompt of a fake replica
 SMALL = {"pipeline": "one-stage", "size": "64x64", "num_frames": 9}
 NAMES = ("ann", "bob", "eve")
 TOKENS = "".join(f"{name} {name}-token-0123456789\n" for name in NAMES)[:-1] + " operator\n"
 USERS = {name: {"authorization": f"Bearer {name}-token-0123456789"} for name in NAMES}
+
+
+def context(path, prompt="1:0", negative="", dtype=np.float32):
+    """The bytes of a file of contexts for tiny-2.3, which is written there."""
+    model = preset("tiny-2.3").config.transformer
+    widths = {"video": model.width, "audio": model.audio_width}
+    about = {"prompt": prompt, "settings": {"negative_prompt": negative}}
+    about["model"] = {"generation": "2.3"}
+    arrays = {f"{m}_context": np.ones((2, 1024, width), dtype) for m, width in widths.items()}
+    write_arrays(path, arrays, {"ltx2rt": json.dumps(about)})
+    return path.read_bytes()
 
 
 class Server:

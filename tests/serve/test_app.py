@@ -33,6 +33,7 @@ from tests.serve.serving import (
     SMALL,
     TOKENS,
     USERS,
+    context,
     data_url,
     error_of,
     form,
@@ -306,6 +307,37 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
     retake = post(files=form({**clip, "guided": "true"}, video_path=video))
     assert (retake["size"], retake["seconds"]) == ("64x64", "1.042"), retake
     assert server.until(retake["id"])["status"] == "completed"
+
+
+def test_a_context_is_sent_in_place_of_a_prompt(server, tmp_path):
+    data = context(tmp_path / "x.safetensors", "1:0")
+
+    def post(path="", **how):
+        answer = server.http.post(f"/v1/videos{path}", **how)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    made = post(files=form(SMALL, context=("fox.safetensors", data)))
+    (kept,) = made["x"]["settings"]["context"]
+    assert made["prompt"] == "1:0" and (server.data / "in" / f"{kept['file_id']}.context").exists()
+    assert server.until(made["id"])["status"] == "completed"
+    again = post(json=made["x"]["settings"])["x"]["settings"]
+    assert again == made["x"]["settings"]
+    remix = post(f"/{made['id']}/remix", json={"prompt": "2:0"})
+    assert remix["prompt"] == "2:0" and "context" not in remix["x"]["settings"]
+    (server.data / "out" / f"{made['id']}.1.mp4").write_bytes(moving(tmp_path))
+    longer = {"extend_frames": 16, "overlap": 9}
+    same = post(f"/{made['id']}/extend", json=longer)
+    assert same["prompt"] == "1:0" and same["x"]["settings"]["context"] == [kept]
+    other = post(f"/{made['id']}/extend", json={**longer, "prompt": "2:0"})
+    assert "context" not in other["x"]["settings"]
+    for given, param, said in (
+        ({**SMALL, "context": [kept], "prompt": "a dog"}, "prompt", "encoded from another text"),
+        (SMALL, "prompt", "there is none"),
+        ({**SMALL, "context": data_url(b"x" * 99)}, "context", "not a safetensors file"),
+    ):
+        found = error_of(server.http.post("/v1/videos", json=given), 400)
+        assert found["param"] == param and said in found["message"], found
 
 
 @pytest.mark.parametrize("field, data, code, words", [

@@ -27,7 +27,7 @@ from ltx2rt.serve.admission import Admission
 from ltx2rt.serve.batch import Line, Results, Shard, made_by, parse_shard, read_lines, with_files
 from ltx2rt.session.options import ModelOptions
 from tests.serve.hostile import ANSWERS, answering, redirect
-from tests.serve.serving import SMALL, png
+from tests.serve.serving import SMALL, context, png
 
 SEED = int(os.environ.get("LTX2RT_TEST_SEED", "11"))
 
@@ -175,6 +175,7 @@ def test_a_line_gives_a_name_once_and_images_by_other_names(tmp_path):
     assert [(x["path"], x["frame"], x["strength"]) for x in found] == [
         ("a.png", 0, 1.0), ("b.png", "last", 0.5),
     ]  # fmt: skip
+    assert files(context="fox.safetensors")["context"] == [{"path": "fox.safetensors"}]
     with pytest.raises(InputError, match="clip: given twice, also as video_path"):
         files(video="a.mp4", clip="b.mp4")
 
@@ -406,9 +407,12 @@ def test_a_batch_on_the_tiny_checkpoint_with_an_image(batch, tmp_path):
 
     Image.radial_gradient("L").resize((64, 64)).convert("RGB").save(tmp_path / "picture.png")
     images = ["picture.png", {"path": "picture.png", "frame": "50%"}, "picture.png:last:0.5"]
-    ran, output = batch([job(1, "a red fox", steps=2, images=images)], real=True)
+    context(tmp_path / "hare.safetensors", "a hare")
+    text = {"id": "j2", "context": "hare.safetensors", "steps": 2, **SMALL}
+    ran, output = batch([job(1, "a red fox", steps=2, images=images), text], real=True)
     assert ran.returncode == 0, ran.stderr
-    assert durations(output / "j1.mp4").video_s == pytest.approx(0.375, abs=0.01)
+    for name in ("j1.mp4", "j2.mp4"):
+        assert durations(output / name).video_s == pytest.approx(0.375, abs=0.01)
 
 
 def test_lines_end_at_a_newline_alone_and_have_a_length(tmp_path):

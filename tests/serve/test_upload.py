@@ -1,6 +1,7 @@
 """What is refused of the files that clients send, by the process that decodes them."""
 
 import asyncio
+import contextlib
 import io
 import struct
 import sys
@@ -16,8 +17,8 @@ from PIL import Image, ImageCms
 from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.serve import upload
 from ltx2rt.serve.refusal import Refusal
-from ltx2rt.serve.upload import EXR, IMAGE, MAX_PX, SOUND, VIDEO, check_upload, kind_of
-from tests.serve.serving import png
+from ltx2rt.serve.upload import CONTEXT, EXR, IMAGE, MAX_PX, SOUND, VIDEO, check_upload, kind_of
+from tests.serve.serving import context, png
 
 
 def encoded(image, kind, **more):
@@ -30,6 +31,18 @@ def png_of(side):
     """A PNG file whose header says that it is so large, without its pixels."""
     head = b"IHDR" + struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
     return png()[:12] + head + struct.pack(">I", zlib.crc32(head)) + png()[33:]
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda data: data, ""),
+    (lambda data: data[:-9], "context: truncated, damaged or not a safetensors file"),
+    (lambda data: data[:-4] + struct.pack("<f", np.nan), "audio_context holds NaN or infinite"),
+    (lambda data: png(), "not a safetensors file but a PNG image"),
+])  # fmt: skip
+def test_contexts_are_read_whole(tmp_path, change, words):
+    data = change(context(tmp_path / "x.safetensors"))
+    with pytest.raises(Refusal, match=words) if words else contextlib.nullcontext():
+        asyncio.run(check_upload(data, "context", CONTEXT))
 
 
 NOISE = Image.effect_noise((300, 200), 50).convert("RGB")

@@ -311,7 +311,7 @@ function body(more = {}) {
 
 export async function send(event) {
   event.preventDefault();
-  const missing = $("#prompt").value.trim() ? lacks() : ["Say what the clip shows.", "#prompt"];
+  const missing = $("#prompt").value.trim() || sourceOf("context") ? lacks() : ["Say what the clip shows.", "#prompt"];
   if (missing) {
     refuse(missing[0]);
     $(missing[1]).focus();
