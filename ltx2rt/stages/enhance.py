@@ -20,7 +20,7 @@ import numpy as np
 
 from ltx2rt.config import GemmaConfig
 from ltx2rt.errors import InputError
-from ltx2rt.media.images import read_rgb
+from ltx2rt.media.images import cover, read_rgb
 from ltx2rt.notes import note
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.weights.checkpoint import Checkpoint
@@ -305,14 +305,15 @@ def feeds(
 
 
 def picture_feed(pixels: np.ndarray, config: Any) -> np.ndarray:
-    """uint8[H, W, 3] -> f32[1, 3, S, S] in [-1, 1]: the longer side to S, then both."""
+    """uint8[H, W, 3] -> f32[1, 3, S, S] in [-1, 1]: the longer side to S without antialias, as the
+    official pipelines do, in 8 bits, then both, as Gemma's processor does."""
     from PIL import Image
 
     size, (height, width) = config.vision_config.image_size, pixels.shape[:2]
     scale = size / max(height, width)
-    sides = max(1, round(width * scale)), max(1, round(height * scale))
-    fitted = Image.fromarray(pixels).resize(sides, Image.Resampling.BILINEAR)
-    square = np.asarray(fitted.resize((size, size), Image.Resampling.BILINEAR), np.float32)
+    fitted = cover(pixels, max(1, int(width * scale)), max(1, int(height * scale)))
+    whole = Image.fromarray(fitted.astype(np.uint8))
+    square = np.asarray(whole.resize((size, size), Image.Resampling.BILINEAR), np.float32)
     return (square / np.float32(127.5) - 1).transpose(2, 0, 1)[None]
 
 
