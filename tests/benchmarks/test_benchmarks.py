@@ -406,7 +406,7 @@ def test_on_gpu_runs_one_part_and_leaves_its_json(tmp_path):
 @pytest.mark.slow
 def test_on_gpu_all_makes_every_call_and_each_goes_on_after_a_part_that_fails(tmp_path):
     shrunk = "race --device cpu --shrink 64 --rounds 1"
-    parts = f"bad 30 nonsense\nrace 60 {shrunk}\nslow 10 {shrunk} --rounds 100000"
+    parts = f"bad 30 nonsense\nrace 60 {shrunk}\nslow 20 {shrunk} --rounds 100000"
     done = on_gpu(tmp_path, "all", PARTS=parts)
     assert done.returncode == 1 and "calls with a part that failed: 1 2 3 4 5 6\n" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} == {f"call-{n}.tgz" for n in range(1, 7)}
