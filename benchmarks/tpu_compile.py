@@ -109,10 +109,11 @@ PROGRAMS = {  # name -> flags, target
     "before-2.5": (f"{NEW} --pipeline distilled --component denoise-before --stage 1", Figures()),
     "gemma4": (f"{NEW} --pipeline distilled --component text-encoder", Figures()),
     "duration-head": ("--preset ltx-2.5 --pipeline distilled --component duration-head", Figures()),
-    "features-hd-2.5": (
-        f"{DIFFUSION} --component diffusion-features --width 1920 --height 1088",
+    "decode-hd-2.5": (
+        f"{DIFFUSION} --component diffusion-slabs --width 1920 --height 1088",
         Figures(),
     ),
+    "diffusion-slabs": (f"{DIFFUSION} --component diffusion-slabs", Figures()),
     "diffusion-features": (f"{DIFFUSION} --component diffusion-features", DECODE),
     "diffusion-decoder": (f"{DIFFUSION} --component diffusion-decoder", DECODE),
 }

@@ -184,7 +184,21 @@ def features(generation: str, dtype: str) -> Case:
     return Case.drawn(graph, network="diffusion-features")
 
 
-BUILDERS = {"guided": guided, "forward": forward, "text": text, "features": features}
+def slabs(generation: str, dtype: str) -> Case:
+    """The diffusion decoder in slabs, for 3 devices."""
+    decoder = diffusion_decoder.config_of(preset(f"tiny-{generation}").config)
+    graph = diffusion_decoder.trace_slabs(decoder, (1, 2, 6), 3, dtype)
+    border = np.float32([[1, 0], [0, 0], [0, 1]])
+    return Case.drawn(graph, {"border": border}, network="diffusion-slabs")
+
+
+BUILDERS = {
+    "guided": guided,
+    "forward": forward,
+    "text": text,
+    "features": features,
+    "slabs": slabs,
+}
 MASKED = "masked-2.3"
 STEPS = (
     pytest.param("forward-2.0", marks=pytest.mark.long),

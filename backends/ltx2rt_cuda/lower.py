@@ -27,7 +27,12 @@ from ltx2rt_cuda.ops.products import rows_linear, with_rows
 from ltx2rt_cuda.quantised import QuantisedRows
 from ltx2rt_cuda.stream import HostTensor
 
-SEVERAL = ("repeat", "all_reduce", "all_to_all")  # ops that return a tuple even if it is of one
+SEVERAL = (
+    "repeat",
+    "all_reduce",
+    "all_to_all",
+    "swap_edges",
+)  # ops that return a tuple even if it is of one
 
 
 class Constant(torch.nn.Module):
@@ -310,6 +315,8 @@ class _Lowering:
         group), and let what travels over other axes arrive: NCCL wants an order among exchanges of
         several communicators, or devices may wait for each other."""
         axis = kwargs.pop("mesh_axis")
+        if node.op == "swap_edges":
+            kwargs["index"] = self.position.coordinates[axis]
         kwargs["group"] = self.position.groups[axis]
         for key in [key for key, other in self.travelling.items() if other != axis]:
             self.arrive(key)

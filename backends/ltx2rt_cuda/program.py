@@ -45,7 +45,8 @@ def to_torch(array: np.ndarray | torch.Tensor, order: Literal["C", "K"] = "C") -
 def upload(graph: Graph, name: str, value: Any, device: TorchDevice) -> torch.Tensor:
     """The input `name` of `graph` on the device; a wrong shape is a ValueError."""
     tensor = to_torch(value, "K" if device.pins else "C")
-    return device.upload(tensor, DTYPES[graph.input_type(name, tensor.shape).dtype])
+    dtype = DTYPES[graph.input_type(name, tensor.shape).dtype]
+    return device.upload(tensor, dtype).contiguous()  # a part of what is on the device is not
 
 
 class Program:

@@ -106,7 +106,7 @@ def _apply(node: Node, operands: list[Devices], grid: Grid) -> list[Devices]:
     if node.op in GROUP_OPS:
         for group in grid.groups(node.args["mesh_axis"]):
             found = function(*([devices[d] for d in group] for devices in wide), **node.args)
-            found = found if node.op in ("all_reduce", "all_to_all") else [found]
+            found = found if node.op not in ("all_gather", "shard") else [found]
             for result, arrays in zip(results, found, strict=True):
                 for device, array in zip(group, arrays, strict=True):
                     result[device] = array

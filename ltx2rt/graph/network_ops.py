@@ -319,6 +319,23 @@ def neighbourhood_attention(q: Type, k: Type, v: Type, *, window: Grid, first: G
     return q, {"window": tuple(window), "first": tuple(first), "scale": float(scale)}
 
 
+def _numpy_halo(x, *, dim, size):
+    rows = np.moveaxis(x, dim, 1)
+    edges = np.repeat(rows[:1, :1], size, axis=1), np.repeat(rows[-1:, -1:], size, axis=1)
+    before = np.concatenate([edges[0], rows[:-1, -size:]])
+    after = np.concatenate([rows[1:, :size], edges[1]])
+    return np.moveaxis(np.concatenate([before, rows, after], axis=1), 1, dim)
+
+
+@op(_numpy_halo)
+def halo(x: Type, *, axis: str, size: int):
+    """Slabs, which follow each other along the first axis of x, with `size` more positions at both
+    ends of `axis`: of the slab before and after, copies of the border where there is none."""
+    if not (x.axes.index(axis) and 0 < size <= x.size(axis)):
+        raise GraphError(f"halo of {size} {axis}: {x}")
+    return x.resized(axis, x.size(axis) + 2 * size), {"dim": x.axes.index(axis), "size": size}
+
+
 def axial_frequencies(sizes: tuple[int, ...], theta: float) -> np.ndarray:
     """f32[sum of sizes / 2]: theta^(-2j / size) of every part, computed in float64."""
     parts = [1.0 / theta ** (np.arange(0, n, 2) / n) for n in sizes]

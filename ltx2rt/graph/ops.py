@@ -34,7 +34,7 @@ class Op:
 
 OPS: dict[str, Op] = {}
 # ops in which devices exchange bytes; no other op does
-COLLECTIVES = ("all_reduce", "all_gather", "all_to_all")
+COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "swap_edges")
 
 
 def op(numpy: Callable[..., Any], **more: Any):

@@ -77,6 +77,23 @@ def all_to_all(*xs: Type, split: int, concat: int, mesh_axis: str, parts: int):
     return tuple(results), args
 
 
+def _numpy_swap_edges(firsts, lasts, *, dim, mesh_axis, parts):
+    size = firsts[0].shape[dim]
+    start, end = firsts[0].take([0] * size, axis=dim), lasts[-1].take([-1] * size, axis=dim)
+    return [[start, *lasts[:-1]], [*firsts[1:], end]]
+
+
+@op(_numpy_swap_edges)
+def swap_edges(first: Type, last: Type, *, axis: str, mesh_axis: str, parts: int):
+    """`last` of the device before, and `first` of the device after; where there is none, copies of
+    this device's own border position of `axis`."""
+    _same_dtype(first, last)
+    if first != last:
+        raise GraphError(f"swap_edges: {first} and {last} differ")
+    args = {"dim": first.axes.index(axis), "mesh_axis": mesh_axis, "parts": parts}
+    return (first, last), args
+
+
 @op(lambda *xs: xs)
 def barrier(*xs: Type):
     """Its operands, once all are there: an order for compilers that choose one."""

@@ -170,6 +170,9 @@ def _cells(session: Session, clip: Clip, loras: Loras, target: Target) -> Iterat
     stages = clip.stages(session.config, session.options, loras)
     asked, seen = target.component or COMPILED, set()
     for stage in stages:
+        fitted = stage.within(session)
+        if any(call.network in asked for call in fitted.needs(session.config)):
+            stage = fitted  # else what is asked for is what other devices would run
         calls = list({session.key(call): call for call in stage.needs(session.config)}.values())
         if each := [call for call in calls if call.each]:
             largest = max(each, key=lambda c: session.graph(c).outputs["frames"].type.nbytes)

@@ -158,6 +158,14 @@ CATALOG = {
             ),
             "diffusion-decoder",
         ),
+        Network(  # both of them, in slabs
+            "diffusion-slabs", ("diffusion_decoder",),
+            lambda c, s, dtype: diffusion_decoder.trace_slabs(
+                diffusion_decoder.config_of(c), s[2:5], *s[5:], dtype
+            ),
+            lambda c, g, branches: g.video_shape, "diffusion-slabs",
+            shared=lambda s, devices: (*s, devices),
+        ),
         Network(
             "audio-encoder", ("audio_vae",),
             lambda c, s, dtype: audio_vae.trace_encoder(c.audio_vae, s[0], s[2], dtype),

@@ -16,7 +16,8 @@ another. Tokens that do not divide are padded at the end; where a device has all
 padding out, where it has a part it masks it.
 
 Batch (`B`, the guidance branches): enters a repeat cut as tokens do; no op mixes samples, so
-nothing is communicated until the output projection gathers them. Slabs of a decoder do the same.
+nothing is communicated until the output projection gathers them. Slabs of a decoder stay where they
+are, inputs and outputs too; `swap_edges` brings the neighbours' columns.
 """
 
 from __future__ import annotations
@@ -66,11 +67,11 @@ def place(graph: Graph, rules: Rules, mesh: Mapping[str, int], strict: bool = Fa
     mesh = {axis: size for axis, size in mesh.items() if size > 1}
     if mesh.keys().isdisjoint(rules.values()):
         return graph
-    result = Graph(graph.name, dict(graph.inputs), mesh=mesh)
+    result = Graph(graph.name, mesh=mesh)
     placer = _Placer(result, rules, mesh, strict, outermost=True)
-    env = {v: Placed(v) for v in graph.inputs.values()}
+    env = {v: placer.entered(name, v) for name, v in graph.inputs.items()}
     placer.nodes(graph, env)
-    result.outputs = {name: placer.whole(env[v]) for name, v in graph.outputs.items()}
+    result.outputs = {name: placer.left(env[v]) for name, v in graph.outputs.items()}
     return verify(result)
 
 
@@ -125,6 +126,19 @@ class _Placer:
         """Whether the rules split a weight's axis of this size here."""
         parts, free = self._parts(axis), axis not in MOVED and axis not in self.blocked
         return free and parts > 1 and not size % parts
+
+    def entered(self, name: str, v: Value) -> Placed:
+        """A graph's input. Of slabs, which are its first axis, each device is given its own."""
+        parts, splits = self._parts(SLABS), {}
+        if v.type.axes[0] == SLABS and v.type.shape[0] == parts > 1:
+            v, splits = Value(name, v.type.resized(SLABS, 1)), {SLABS: self.rules[SLABS]}
+        self.out.inputs[name] = v
+        return Placed(v, splits)
+
+    def left(self, placed: Placed) -> Value:
+        """A graph's output: whole on every device, or slabs, of which each device has its own."""
+        slabs = placed.value.type.axes[0] == SLABS and set(placed.splits) == {SLABS}
+        return placed.value if slabs else self.whole(placed)
 
     # --- moving between layouts -------------------------------------------------------------------
 
@@ -214,7 +228,7 @@ class _Placer:
         y = Placed(emit(self.out, "linear", self._declared(x), *params, **node.attrs), kept)
         narrows = math.prod(out.values()) <= weight.value.type.shape[1]
         # Tokens and samples come together where the network is narrow, at its output projection.
-        together = self.outermost and narrows and kept.keys() & set(MOVED)
+        together = self.outermost and narrows and kept.keys() & {*TOKENS, BATCH}
         return [Placed(self.whole(y)) if together else y]
 
     def _sum(self, node: Node, operands: list[Placed]) -> list[Placed]:
@@ -254,6 +268,26 @@ class _Placer:
         (x,), names = operands, node.attrs["names"]
         value = emit(self.out, "rename", self._declared(x), names=names)
         return [Placed(value, {names.get(axis, axis): over for axis, over in x.splits.items()})]
+
+    def _split(self, node: Node, operands: list[Placed]) -> list[Placed]:
+        """Give each device its slab where an axis becomes slabs."""
+        (x,), axis, into = operands, node.attrs["axis"], dict(node.attrs["into"])
+        parts = self._parts(SLABS)
+        if not (next(iter(into)) == SLABS and into[SLABS] == parts > 1):
+            return self._other(node, operands)
+        x = self.cut(x, axis, self.rules[SLABS])
+        splits = {SLABS if a == axis else a: m for a, m in x.splits.items()}
+        return [Placed(emit(self.out, "split", x.value, axis=axis, into=into | {SLABS: 1}), splits)]
+
+    def _halo(self, node: Node, operands: list[Placed]) -> list[Placed]:
+        (x,), axis, size = operands, node.attrs["axis"], node.attrs["size"]
+        if SLABS not in x.splits:
+            return self._other(node, operands)
+        ends = {"start": 0, "stop": size}, {"start": x.value.type.size(axis) - size}
+        edges = (emit(self.out, "slice", x.value, axis=axis, **end) for end in ends)
+        over = {"mesh_axis": x.splits[SLABS], "parts": self.mesh[x.splits[SLABS]]}
+        before, after = emit(self.out, "swap_edges", *edges, axis=axis, **over)
+        return [Placed(emit(self.out, "concat", before, x.value, after, axis=axis), x.splits)]
 
     def _attention(self, node: Node, operands: list[Placed]) -> list[Placed]:
         """Each device attends with its heads; split keys are traded for heads, or parts joined."""
@@ -439,6 +473,8 @@ HANDLERS = dict.fromkeys(POINTWISE, _Placer._pointwise) | {
     "rms_norm": _Placer._rms_norm,
     "sum": _Placer._sum,
     "rename": _Placer._rename,
+    "split": _Placer._split,
+    "halo": _Placer._halo,
     "attention": _Placer._attention,
     "repeat": _Placer._repeat,
 }

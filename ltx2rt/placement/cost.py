@@ -22,6 +22,7 @@ RECEIVED = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: n - 1,
     "all_to_all": lambda n: (n - 1) / n,
+    "swap_edges": lambda n: min(n - 1, 2) / 2,  # both neighbours
 }
 
 

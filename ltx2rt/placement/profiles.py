@@ -60,6 +60,7 @@ SPLIT = {
     "transformer": HEADS_AND_FF | {"tokens": "sequence", "B": "guidance"} | EMBED,
     "text-encoder": HEADS_AND_FF,
     "diffusion-features": {"slabs": "tensor"},
+    "diffusion-slabs": {"slabs": "tensor"},
 }
 
 PROFILES = {

@@ -48,6 +48,7 @@ class Needing(Protocol):
     name: str
 
     def needs(self, model: ModelConfig) -> Iterator[Call]: ...
+    def holds(self, model: ModelConfig) -> int: ...
 
 
 class Memory:
@@ -92,7 +93,8 @@ class Memory:
                 tuple((session.key(call), call.times, call.steps) for call in calls),
             )
             made = kept(self.known, key, lambda s=stage, c=calls: self._cost(s.name, c), MAX_COSTS)
-            made = replace(made, part=part, streamed_bytes=copied)
+            alive = made.activation_bytes + stage.holds(session.config)
+            made = replace(made, part=part, streamed_bytes=copied, activation_bytes=alive)
             found.append(replace(made, weights_bytes=sum(here.values())))
             for left in session.left(stage):
                 here.pop(left, None)

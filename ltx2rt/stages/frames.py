@@ -15,7 +15,14 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.models import diffusion_decoder
-from ltx2rt.models.diffusion_decoder import BORDERS, DiffusionDecoderConfig, TileShape, config_of
+from ltx2rt.models.diffusion_decoder import (
+    ATTENTION_TOKENS,
+    BORDERS,
+    DiffusionDecoderConfig,
+    TileShape,
+    config_of,
+    divides,
+)
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
@@ -29,10 +36,12 @@ from ltx2rt.stages.tiling import (
     blend_tiles,
     plan_feature_tiles,
     plan_tiles,
+    slabs,
     tile_latents,
 )
 
 DECODERS = ("conv", "diffusion")
+SLABS = "diffusion-slabs"  # the network of one slab on each device
 STREAM = "decoder"  # name of the diffusion decoder's noise, [videos, 3, F, H, W] in --noise-in
 BEGUN_BYTES = 4e9  # noise that is drawn before it is wanted: of 121 frames of 1920x1088 3.03e9
 Calls = Iterator[tuple[Call, dict[str, np.ndarray]]]
@@ -173,19 +182,28 @@ class Drawing:
 class DiffusionFrames(Frames):
     """Decode by the diffusion decoder. tiling: of the features, which are made of a whole video at
     once. Every frame has its own stream of noise, so that it does not depend on the tiles. border:
-    beyond the left and right one of a tile, one of BORDERS. fewer: smaller and smaller tiles, for
+    beyond the left and right one of a tile, one of BORDERS. kept_bytes: of the features
+    if they stay on the device; 0: they wait in the host's memory. at_once: as
+    of `TileShape`. fewer: smaller and smaller tiles, for
     devices of less memory; other: decodes where even the last have no room."""
 
     noise: Noise = field(kw_only=True)
     border: str = BORDERS[0]
+    kept_bytes: int = 0
+    at_once: int = 0
     fewer: tuple[Tiling, ...] = field(default=(), kw_only=True)
     other: Frames | None = field(default=None, kw_only=True)
 
     def within(self, session: Session) -> Frames:
         device = session.backend.device()
         room, stage = device.idle_bytes(session.options.max_memory), self
-        for tiles in (self.tiling, *self.fewer):
-            stage = replace(self, tiling=tiles)
+        kept = [0]
+        if not session.backend.mesh:
+            whole = session.graph(Call("diffusion-features", self.geometry.video_shape))
+            kept = [whole.outputs["features"].type.nbytes, 0]
+        every = itertools.product((self.tiling, *self.fewer), kept, (0, ATTENTION_TOKENS))
+        tiled = (replace(self, tiling=x, kept_bytes=y, at_once=z) for x, y, z in every)
+        for stage in (*self._in_slabs(session), *tiled):
             if session.memory.costs([stage])[0].peak_bytes <= room:
                 where = session.checkpoint.source("diffusion_decoder").where
                 other = f"decode: the weights in {where} differ from the released file's"
@@ -201,12 +219,25 @@ class DiffusionFrames(Frames):
             ),
         )
 
+    def _in_slabs(self, session: Session) -> Iterator[DiffusionSlabs]:
+        """The stage on several devices that share a clip, if it can be cut."""
+        config, devices = config_of(session.config), session.placement.text.sharing(SLABS)
+        grid = self.geometry.grid
+        if devices > 1 and self.border == "chunked" and divides(config, grid, devices):
+            tiles = slabs(
+                diffusion_decoder.cells(config, grid), diffusion_decoder.cell(config), devices
+            )
+            yield DiffusionSlabs(self.geometry, tiles, self.num_videos, noise=self.noise)
+
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         config = config_of(model)
         for _ in range(self.num_videos):
             yield Call("diffusion-features", self.geometry.video_shape)
             for spans in self.tiling:
                 yield Call("diffusion-decoder", self._shape(config, *spans), each=True)
+
+    def holds(self, model: ModelConfig) -> int:
+        return self.kept_bytes
 
     def draws(self, model: ModelConfig) -> dict[str, tuple[int, ...]]:
         return {self.noise.prefix + STREAM: (self.num_videos, 3, *self._pixels(config_of(model)))}
@@ -246,22 +277,17 @@ class DiffusionFrames(Frames):
             columns=columns.stop - columns.start,
             first=first,
             last=last,
+            at_once=self.at_once,
         )
 
     def _calls(self, session: Session, state: State, number: int, video: np.ndarray) -> Calls:
         config, after = config_of(session.config), [*self.tiling.frames[1:], None]
-        _, height, width = self._pixels(config)
-        features = session.backend.to_host(
-            session.run(Call("diffusion-features", video.shape), {"latent": video})["features"]
-        )
+        call = Call("diffusion-features", video.shape)
+        features = session.run(call, {"latent": video})["features"]
+        if not self.kept_bytes:
+            features = session.backend.to_host(features)
         for t, following in zip(self.tiling.frames, after, strict=True):
-            drawing = state.begun.pop((number, t.first), None)
-            drawing = drawing or self._drawing(number, range(t.first, t.end), height, width)
-            noise = drawing.take()
-            if following:
-                self._begin(config, state, number, following)
-            elif number + 1 < self.num_videos:
-                self._begin(config, state, number + 1, self.tiling.frames[0])
+            noise = self._drawn(config, state, number, t, following)
             for r, c in itertools.product(self.tiling.rows, self.tiling.columns):
                 shape = self._shape(config, t, r, c)
                 frames = slice(t.start, t.start + shape.frames)
@@ -270,6 +296,24 @@ class DiffusionFrames(Frames):
                     "noise": noise[..., r.positions, c.positions],
                 }
                 yield Call("diffusion-decoder", shape), feeds
+
+    def _drawn(
+        self,
+        config: DiffusionDecoderConfig,
+        state: State,
+        number: int,
+        t: Span,
+        following: Span | None,
+    ) -> np.ndarray:
+        """Return the noise of a video's span of frames; begin to draw the next span's."""
+        _, height, width = self._pixels(config)
+        drawing = state.begun.pop((number, t.first), None)
+        noise = (drawing or self._drawing(number, range(t.first, t.end), height, width)).take()
+        if following:
+            self._begin(config, state, number, following)
+        elif number + 1 < self.num_videos:
+            self._begin(config, state, number + 1, self.tiling.frames[0])
+        return noise
 
     def _drawing(self, number: int, frames: range, height: int, width: int) -> Drawing:
         """The noise of these frames of a video, f32[1, 3, frames, height, width]."""
@@ -292,3 +336,21 @@ class DiffusionFrames(Frames):
             if left > 0:
                 yield chunk[:, :left, rows, columns]
             left -= chunk.shape[1]
+
+
+@dataclass(frozen=True)
+class DiffusionSlabs(DiffusionFrames):
+    """Decode a whole video at once, a slab of its columns on each device. tiling: the slabs."""
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        for _ in range(self.num_videos * len(self.tiling.columns)):
+            yield Call(SLABS, self.geometry.video_shape, each=True)
+
+    def _calls(self, session: Session, state: State, number: int, video: np.ndarray) -> Calls:
+        config = config_of(session.config)
+        noise = self._drawn(config, state, number, self.tiling.frames[0], None)
+        spans = self.tiling.columns
+        for columns in spans:
+            ends = [[columns is spans[0], columns is spans[-1]]]
+            feeds = {"latent": video, "border": np.array(ends, np.float32)}
+            yield Call(SLABS, video.shape), feeds | {"noise": noise[..., columns.positions]}

@@ -107,6 +107,10 @@ class Stage(Protocol):
         """The noise that it draws: shapes by the names of `--noise-in`."""
         return {}
 
+    def holds(self, model: ModelConfig) -> int:
+        """Bytes on the device that it keeps between its calls."""
+        return 0
+
     def steps(self) -> int:
         """Number of steps that it shows; 0: none."""
         return 0

@@ -148,6 +148,13 @@ def plan_feature_tiles(
     return Tiling(*map(space_spans, cells, sizes, overlap, scale, early))
 
 
+def slabs(cells: tuple[int, int, int], scale: tuple[int, int, int], devices: int) -> Tiling:
+    """Features of (frames, rows, columns) in slabs of columns that share nothing. scale: as of
+    `plan_feature_tiles`."""
+    sizes = *cells[:2], cells[2] // devices
+    return Tiling(*map(space_spans, cells, sizes, (0, 0, 0), scale, (scale[0] - 1, 0, 0)))
+
+
 def space_spans(
     length: int, size: int, overlap: int, factor: int, early: int = 0
 ) -> tuple[Span, ...]:
@@ -161,7 +168,7 @@ def space_spans(
         weights = np.ones(stop * factor - early - first)
         if start > 0:
             weights[:ramp] *= rise
-        if stop < length:
+        if stop < length and ramp:
             weights[-ramp:] *= rise[::-1]
         spans.append(Span(start, stop, first, weights))
     return _normalised(spans)

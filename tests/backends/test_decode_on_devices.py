@@ -6,7 +6,7 @@ import re
 
 import numpy as np
 
-from ltx2rt.backend import get_backend
+from ltx2rt.backend import Backend, get_backend
 from ltx2rt.graph.ir import Graph
 from ltx2rt.graph.ops import COLLECTIVES
 from ltx2rt.models import diffusion_decoder, video_vae
@@ -23,6 +23,29 @@ HLO = "all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter"
 def features(slabs: int) -> Graph:
     config = diffusion_decoder.config_of(preset("tiny-2.5").config)
     return diffusion_decoder.trace_features(config, 1, 2, 3, 8, slabs, "float32")
+
+
+def slabs_distance(one: Backend, several: Backend) -> float:
+    """Return how far a clip in slabs is from the same clip in one tile with "chunked" borders."""
+    config, grid = diffusion_decoder.config_of(preset("tiny-2.5").config), (2, 3, 8)
+    first = features(1)
+    tile = diffusion_decoder.trace(config, diffusion_decoder.whole(config, 1, grid), "float32")
+    cut = diffusion_decoder.trace_slabs(config, grid, DEVICES, "float32")
+    cut = Placement(PROFILES["trillium"], several.mesh).text.local(cut, "diffusion-slabs")
+    params, rng = random_params(first) | random_params(tile), np.random.default_rng(1)
+    source, sizes = ArraySource(params), (first.inputs["latent"], tile.inputs["noise"])
+    latent, noise = (rng.standard_normal(v.type.shape, np.float32) for v in sizes)
+    made = one.lower(first)(one.load([first], source), {"latent": latent})
+    feeds = {"features": one.to_host(made["features"]), "noise": noise}
+    whole = one.to_host(one.lower(tile)(one.load([tile], source), feeds)["frames"])
+    program, weights = several.lower(cut), several.load([cut], source)
+    ends = np.eye(DEVICES, dtype=np.float32)[:, [0, -1]]
+    calls = (
+        (program, weights, {"latent": latent, "noise": part, "border": end[None]})
+        for part, end in zip(np.split(noise, DEVICES, axis=-1), ends, strict=True)
+    )
+    found = [several.to_host(x) for x in several.each(calls, "frames")]
+    return relative_l2(np.concatenate(found, axis=-1), whole)
 
 
 def main() -> None:
@@ -56,6 +79,7 @@ def main() -> None:
         for b, g in ((one, whole), (several, cut))
     )
     distances["features"] = relative_l2(*made)
+    distances["slabs"] = slabs_distance(one, several)
     taken: list[int] = []
     calls = ((spread, held, {"latent": latents[taken.append(i) or 0]}) for i in range(20))
     results = several.each(calls, "frames")
@@ -81,7 +105,7 @@ def test_devices_decode_apart_by_one_program_with_whole_weights():
     # a program from the disk does not say what it consists of
     facts = json.loads(on_devices(DEVICES, __file__, JAX_ENABLE_COMPILATION_CACHE="false"))
     # the same program on the same kind of device
-    assert max(facts["distances"].values()) <= 1e-6 and len(facts["distances"]) == 4
+    assert max(facts["distances"].values()) <= 1e-6 and len(facts["distances"]) == 5
     assert facts["taken"] == 2 * DEVICES, "a reader that stops leaves one batch under way"
     assert facts["compilations"] == 1 and facts["compiled_by_calls"] == 0, "it was compiled ahead"
     assert facts["replicated"] and all(facts["replicated"])

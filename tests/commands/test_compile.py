@@ -97,6 +97,7 @@ PIPELINES = {
         (*FOLLOWED, "--conditioning-attention-strength", "0.5", "--skip-stage-2"), (*BEGIN, *DECODED),
     ),
     "t2a": (("--duration", 1), ("text-encoder", *BEGIN[2:], *DECODED[:2])),
+    "encode": ((), ("text-encoder",)),
 }  # fmt: skip
 
 
@@ -108,7 +109,17 @@ def words(tiny, film):
     def of(name: str) -> list[str]:
         model = tiny("tiny-2.3", "official")
         files = {"FILM": film, "LORA": model / "tiny-2.3-distilled-lora.safetensors"}
-        unsized = ("retake", "v2v", "extend", "dubit", "hdr-ic-lora", "inpaint", "upscale", "t2a")
+        unsized = (
+            "retake",
+            "v2v",
+            "extend",
+            "dubit",
+            "hdr-ic-lora",
+            "inpaint",
+            "upscale",
+            "t2a",
+            "encode",
+        )
         sides = ("--width", "--height", "--num-frames")
         size = {} if name in unsized else {f: TINY[f] for f in sides}
         given = [files.get(word, word) for word in PIPELINES[name][0]]
@@ -179,9 +190,12 @@ def test_a_topology_is_a_kind_of_devices():
     assert job.topology == "v6e:2x2" and job.kind.name == "v6e"
 
 
-@pytest.mark.parametrize("decoder", ["diffusion-decoder", "diffusion-features"])
+@pytest.mark.parametrize("decoder", ["diffusion-decoder", "diffusion-features", "diffusion-slabs"])
 def test_a_part_of_the_diffusion_decoder_implies_it(decoder):
-    words = ["compile", *flags(preset="tiny-2.5", pipeline="distilled", component=decoder)]
+    words = [
+        "compile",
+        *flags(preset="tiny-2.5", pipeline="distilled", component=decoder, width=768),
+    ]
     (cell,) = job_of(parser().parse_args(list(map(str, words)))).cells
     assert cell.component == decoder
 

@@ -190,6 +190,7 @@ CASES = {
         *(o.param(name, out=1, one=1, k0=12) for name in ("up.filter", "down.filter")),
         *(o.param(name, channels=3) for name in ("alpha", "beta")), eps=1e-9),
     "neighbourhood_attention": _neighbourhood,
+    "halo": lambda o: o.halo(_x(o), axis="tokens", size=2),
     "axial_rope": lambda o: o.axial_rope(
         o.input("x", B=2, frames=3, rows=4, columns=5, heads=2, head_dim=16), sizes=(4, 6, 6),
         first=(0, 2, -5), theta=10000.0),

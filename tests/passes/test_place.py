@@ -41,7 +41,7 @@ ALL_BRANCHES = guided_step.Branches(True, True, True)
 WHOLE = set(
     """
     at axial_rope concat conv conv_transpose dropout expand full group_norm layer_norm max mean merge
-    min neighbourhood_attention pad quantised_linear sinusoid slice split take unpack
+    min neighbourhood_attention pad quantised_linear sinusoid slice take unpack
 """.split()
 )
 

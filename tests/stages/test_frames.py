@@ -15,7 +15,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from ltx2rt.models import diffusion_decoder
-from ltx2rt.models.diffusion_decoder import DiffusionDecoderConfig
+from ltx2rt.models.diffusion_decoder import ATTENTION_TOKENS, DiffusionDecoderConfig
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.run.run import run_stages
 from ltx2rt.session.open import open_session
@@ -234,3 +234,22 @@ def test_the_plan_knows_every_call(opened):
     without = replace(session.config, parts={})
     with refused("--video-decoder: diffusion, but no video VAE with that decoder was found"):
         decoding("diffusion", geometry, without, "auto", Noise((1,)))
+
+
+def test_memory_decides_tiles_and_what_stays_on_the_device(opened):
+    """Features stay, and attention takes all tokens, where there is room for both."""
+    session = opened("cuda")
+    geometry = Geometry.of(session.config, 512, 256, 33, Fraction(24))
+    asked = decoding("diffusion", geometry, session.config, "auto", Noise((1,)))
+    most = session.memory.costs([asked.within(session)])[0].peak_bytes
+    found = []
+    for size in (most, most - 1, 0):
+        session.use(replace(session.options, max_memory=size / 1e9 or 1e-9))
+        found.append(asked.within(session))
+        held = found[-1].holds(session.config)
+        assert size == 0 or session.memory.costs([found[-1]])[0].peak_bytes <= size
+        assert held == found[-1].kept_bytes
+    first, second, least = found
+    assert (first.kept_bytes > 0, first.at_once) == (True, 0)
+    assert (second.kept_bytes, second.at_once) != (first.kept_bytes, 0)
+    assert (least.kept_bytes, least.at_once) == (0, ATTENTION_TOKENS)

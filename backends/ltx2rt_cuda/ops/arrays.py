@@ -102,6 +102,15 @@ def pad(x: Tensor, widths, mode: str) -> Tensor:
 
 
 @op
+def halo(x: Tensor, dim: int, size: int) -> Tensor:
+    first, last = x.narrow(dim, 0, size), x.narrow(dim, x.shape[dim] - size, size)
+    start, end = first[:1].narrow(dim, 0, 1), last[-1:].narrow(dim, size - 1, 1)
+    before = torch.cat([start.expand_as(first[:1]), last[:-1]])
+    after = torch.cat([first[1:], end.expand_as(first[:1])])
+    return torch.cat([before, x, after], dim)
+
+
+@op
 def take(x: Tensor, index: Tensor, dim: int, batch_dims: int) -> Tensor:
     """One look-up, whatever the batch: rows of all samples lie one after the other."""
     if batch_dims == 0:

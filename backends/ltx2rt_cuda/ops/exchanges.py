@@ -85,3 +85,17 @@ def all_to_all(*xs: Tensor, split: int, concat: int, parts: int, group: str) -> 
     sizes = [1] * parts
     received = functional.wait_tensor(functional.all_to_all_single(sent, sizes, sizes, group))
     return received.movedim(0, concat + 1).flatten(concat + 1, concat + 2).unbind(0)
+
+
+@op
+def swap_edges(
+    first: Tensor, last: Tensor, dim: int, parts: int, index: int, group: str
+) -> tuple[Tensor, Tensor]:
+    sizes = [int(abs(i - index) == 1) for i in range(parts)]
+    sent = [first] * (index > 0) + [last] * (index < parts - 1)
+    functional = torch.ops._c10d_functional
+    received = functional.all_to_all_single(torch.stack(sent), sizes, sizes, group)
+    received = functional.wait_tensor(received)
+    before = received[0] if index else first.narrow(dim, 0, 1).expand_as(first)
+    after = received[-1] if index < parts - 1 else last.narrow(dim, -1, 1).expand_as(last)
+    return before, after

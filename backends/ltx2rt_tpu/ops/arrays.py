@@ -77,6 +77,16 @@ def pad(x: Array, widths, mode: str) -> Array:
 
 
 @op
+def halo(x: Array, dim: int, size: int) -> Array:
+    first, last = (lax.slice_in_dim(x, *ends, axis=dim) for ends in ((0, size), (-size, None)))
+    border, one = partial(lax.slice_in_dim, axis=dim), first[:1].shape
+    start, end = border(first[:1], 0, 1), border(last[-1:], -1, None)
+    before = jnp.concatenate([jnp.broadcast_to(start, one), last[:-1]])
+    after = jnp.concatenate([first[1:], jnp.broadcast_to(end, one)])
+    return jnp.concatenate([before, x, after], axis=dim)
+
+
+@op
 def take(x: Array, index: Array, dim: int, batch_dims: int) -> Array:
     if batch_dims == 0:
         return jnp.take(x, index, axis=dim)

@@ -53,6 +53,18 @@ def all_to_all(
     return tuple(y.reshape(*y.shape[:concat], -1, *y.shape[concat + 2 :]))
 
 
+@op
+def swap_edges(
+    first: Array, last: Array, dim: int, mesh_axis: str, parts: int
+) -> tuple[Array, Array]:
+    there = [(i, i + 1) for i in range(parts - 1)]
+    before = lax.ppermute(last, mesh_axis, there)
+    after = lax.ppermute(first, mesh_axis, [(i, j) for j, i in there])
+    own, border = lax.axis_index(mesh_axis), partial(lax.slice_in_dim, axis=dim)
+    before = jnp.where(own == 0, border(first, 0, 1), before)
+    return before, jnp.where(own == parts - 1, border(last, -1, None), after)
+
+
 def _all_reduce_by_pairs(*xs: Array, mesh_axis: str) -> tuple[Array, ...]:
     """Small exchanges come first: behind a big one they would keep their readers waiting."""
     if lax.axis_size(mesh_axis) > 2 or sum(x.nbytes for x in xs) < LEAST_BYTES:
