@@ -507,7 +507,7 @@ def test_a_command_without_a_backend_takes_that_one_and_tells_its_ranks(given, m
 def test_every_kind_of_file_is_one_that_the_server_takes_or_is_known_not_to():
     """A kind that is misspelt would leave the field out of the server and of its page."""
     kinds = {f.metadata["flag"].file for f in flagged(*OWNERS).values()} - {None}
-    assert kinds - MAX_BYTES.keys() == {"tensors", "context", "folder"}
+    assert kinds - MAX_BYTES.keys() == {"tensors", "folder"}
 
 
 def test_a_flag_of_a_file_is_a_field_of_the_server():
