@@ -136,6 +136,8 @@ def test_ranks_execute_the_collectives_of_the_plan_and_no_others(torch_ranks, ru
             planned[f"{op} torch.{node.inputs[0].type.dtype}"] += times
         elif node.op == "all_gather":
             planned[f"all_gather_into_tensor torch.{node.inputs[0].type.dtype}"] += times
+        elif node.op == "swap_edges":
+            planned[f"all_to_all_single torch.{node.inputs[0].type.dtype}"] += times
     for rank in did(torch_ranks, devices):
         assert rank["executed"][str(run)] == planned
 
