@@ -155,7 +155,8 @@ def collectives():
     class Watch(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             space, name = function.name().split("::")
-            if "c10d" in space and name != "wait_tensor":
+            passed_on = name.startswith(("wait_tensor", "send", "recv"))  # results of `each`, too
+            if "c10d" in space and not passed_on:
                 first = args[0][0] if isinstance(args[0], list) else args[0]
                 seen[f"{name.split('.')[0].rstrip('_')} {first.dtype}"] += 1  # in place or not
             return function(*args, **(kwargs or {}))

@@ -24,7 +24,7 @@ def test_float8_is_of_the_transformer_alone():
         return sum(layout.encoding is not None for layout in local.all_layouts().values())
 
     assert float8("text-2.3") == 0
-    with refused("2 blocks, of which the first and the last stay as they are"):
+    with refused("blocks between the first and the last one, and guided-step has 2 blocks"):
         float8("guided-2.3")
 
 

@@ -10,8 +10,8 @@ keys are. So no frame is multiplied that a query does not see.
 Columns of keys are copied for every block of columns, because a box may begin at any column and
 memory is addressed in tiles; rows and frames are read where they are. Heads of fewer than LANES
 numbers share the lanes. Rows of ones under the transposed values have the matrix unit add up the
-weights, as in `attention.tpu`. There is always a running maximum: to learn that no shift is needed
-would take as long.
+weights. As in `attention.tpu`, nothing is subtracted from small scores, and another kernel keeps a
+running maximum.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import numpy as np
 from jax import Array, lax
 
 from ltx2rt.graph.network_ops import window_blocks
-from ltx2rt_kernels.attention.tpu import HIDDEN, PACKED
+from ltx2rt_kernels.attention.tpu import HIDDEN, MAX_SCORE, MAX_SUM, MAX_VALUE, PACKED
 
 LANES = 128
 BOX = 16  # the columns of a bfloat16 tile; BOX x BOX keys fill the matrix unit
@@ -70,20 +70,28 @@ def neighbourhood_attention(
 ) -> Array:
     """q (B, frames, rows, columns, heads, head_dim), k and v alike, with at least q's positions ->
     q's shape; softmax in float32. interpret: run the kernel without a TPU, slowly."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-
-    heads, dim = q.shape[4:]
-    together = LANES // dim
-    groups = q.shape[0] * heads // together
     rows, columns = (BOX - n + 1 for n in window[1:])
     block = (min(QUERIES // (rows * columns), window[0] + 1), rows, columns)
     sizes = zip(q.shape[1:4], k.shape[1:4], window, first, block, strict=True)
-    t, r, c = (_Axis.plan(*size) for size in sizes)
+    axes = [_Axis.plan(*size) for size in sizes]
 
     # in float32, as in `attention`
     q = (q.astype(jnp.float32) * (scale * math.log2(math.e))).astype(q.dtype)
-    counts = [len(x.boxes) for x in (t, r, c)]
+    run = partial(_attend, window=window, axes=axes, block=block, interpret=interpret)
+    return lax.cond(_is_small(q, k, v, window), run, partial(run, running=True), q, k, v)
+
+
+def _attend(
+    q: Array, k: Array, v: Array, *, window, axes, block, interpret: bool, running: bool = False
+) -> Array:
+    """Attend with q in powers of two. running: subtract the largest score so far."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu as pltpu
+
+    t, r, c = axes
+    dim, together = q.shape[5], LANES // q.shape[5]
+    groups = q.shape[0] * q.shape[4] // together
+    counts = [len(x.boxes) for x in axes]
     padded = [n * size for n, size in zip(counts, block, strict=True)]
     missing = [(0, n - size) for n, size in zip(padded, q.shape[1:4], strict=True)]
     blocks = jnp.pad(_by_group(q), ((0, 0), *missing, (0, 0)))
@@ -107,7 +115,7 @@ def neighbourhood_attention(
     )
     multiplied = (window[0] * together, BOX * BOX, blocks.shape[4])
     y: Any = pl.pallas_call(
-        partial(_program, frames=window[0], dim=dim),
+        partial(_program, frames=window[0], dim=dim, running=running),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
             grid=blocks.shape[:4],
@@ -124,6 +132,16 @@ def neighbourhood_attention(
     y = y.reshape(groups, *padded, LANES)
     y = y[:, : q.shape[1], : q.shape[2], : q.shape[3]].reshape(q.shape[0], -1, *q.shape[1:4], LANES)
     return jnp.moveaxis(y, 1, 4).reshape(q.shape)
+
+
+def _is_small(q: Array, k: Array, v: Array, window) -> Array:
+    """Whether softmax needs no shift, bool[]; q times the scale in powers of two."""
+    longest_q, longest_k = (
+        jnp.square(x.astype(jnp.float32)).sum(axis=5).max(axis=(0, 1, 2, 3)) for x in (q, k)
+    )
+    most = min(MAX_SCORE, MAX_SUM - math.log2(MAX_VALUE * math.prod(window)))
+    scores = jnp.sqrt(longest_q * longest_k).max()
+    return (scores <= most) & (jnp.abs(v).max() <= MAX_VALUE)
 
 
 def _by_group(x: Array) -> Array:
@@ -159,10 +177,10 @@ def _masks(t: _Axis, r: _Axis, c: _Axis) -> tuple[Array, list[Array]]:
 
 def _program(
     _boxes_t, _boxes_r, _of_row, _of_column, begins, later, q, k, v, mask, y, weights,
-    *, frames: int, dim: int,
+    *, frames: int, dim: int, running: bool,
 ):  # fmt: skip
     """q and y (tokens, LANES), k and v (frames, BOX, BOX, LANES), mask (keys, tokens); weights
-    (frames times heads, keys, tokens)."""
+    (frames times heads, keys, tokens). running: subtract the largest score so far."""
     from jax.experimental import pallas as pl
 
     block, (keys, tokens) = pl.program_id(3), mask.shape
@@ -182,15 +200,18 @@ def _program(
         return [ref[frame].reshape(keys, LANES) for frame in found]
 
     def weigh(n: int, most: Array) -> Array:
-        """Store the weights of a head and a frame; return the largest score so far."""
+        """Store the weights of a head and a frame; return what was subtracted: the largest score so
+        far, or nothing."""
         head, i = divmod(n, frames)
         parts = [queries[head * dim : (head + 1) * dim]]
         if i < pairs:
             parts = [jnp.where(early(i), *x) for x in ((parts[0], zero), (zero, parts[0]))]
         placed = [x if h == head else zero for x in parts for h in range(heads)]
         found = multiply(jnp.concatenate(load(k, i), axis=1), jnp.concatenate(placed)) + mask[...]
-        most = jnp.maximum(most, found.max(axis=0, keepdims=True))
-        weights[n] = jnp.exp2(found - most).astype(v.dtype)
+        if running:
+            most = jnp.maximum(most, found.max(axis=0, keepdims=True))
+            found = found - most
+        weights[n] = jnp.exp2(found).astype(v.dtype)
         return most
 
     def add(n: int) -> Array:
@@ -210,6 +231,8 @@ def _program(
             most.append(weigh(n, most[-1] if n % frames else jnp.full((1, tokens), HIDDEN)))
         if (n := n - AHEAD) >= 0:
             head, i = divmod(n, frames)
-            before = sums[head] * jnp.exp2(most[n - 1] - most[n]) if i else 0.0
+            before = sums[head] if i else 0.0
+            if running and i:
+                before = before * jnp.exp2(most[n - 1] - most[n])
             sums[head] = before + add(n)
     y[...] = jnp.concatenate([x[:dim] / x[dim : dim + 1] for x in sums]).T.astype(y.dtype)
