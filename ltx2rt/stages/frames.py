@@ -125,6 +125,10 @@ class Frames(Stage):
         for latent in tile_latents(video, self.tiling):
             yield Call("video-decoder", latent.shape), {"latent": latent}
 
+    def _checked(self, calls: Calls, watch: Stopwatch) -> Calls:
+        """The calls, none of them once the run is cancelled."""
+        return map(watch.checked, calls)
+
     def _clip(self, model: ModelConfig, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """Assemble a video's frames from its tiles."""
         return chunks
@@ -136,7 +140,7 @@ class Frames(Stage):
         calls = itertools.chain.from_iterable(
             self._calls(session, state, i, video) for i, video in enumerate(videos)
         )
-        decoded = session.each(map(watch.checked, calls), "frames")
+        decoded = session.each(self._checked(calls, watch), "frames")
         num_frames = pixel_frames(self.geometry.frames, session.config.video_vae.time_factor)
         if not backend.is_main:
             with watch.stage(self.name):
@@ -354,3 +358,8 @@ class DiffusionSlabs(DiffusionFrames):
             ends = [[columns is spans[0], columns is spans[-1]]]
             feeds = {"latent": video, "border": np.array(ends, np.float32)}
             yield Call(SLABS, video.shape), feeds | {"noise": noise[..., columns.positions]}
+
+    def _checked(self, calls: Calls, watch: Stopwatch) -> Calls:
+        """All slabs of a video or none: devices wait for each other while they make them."""
+        for number, call in enumerate(calls):
+            yield call if number % len(self.tiling.columns) else watch.checked(call)

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from ltx2rt.media.video import read_frames
 from ltx2rt.models import diffusion_decoder
 from ltx2rt.models.diffusion_decoder import ATTENTION_TOKENS, DiffusionDecoderConfig
 from ltx2rt.models.geometry import Geometry
@@ -23,10 +24,11 @@ from ltx2rt.session.options import ModelOptions
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages import tiling
 from ltx2rt.stages.denoise import Noise
-from ltx2rt.stages.frames import decoding
+from ltx2rt.stages.frames import DiffusionSlabs, decoding
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.stage import State
 from ltx2rt.weights.checkpoint import RenamedSource, open_checkpoint
+from ltx2rt.weights.presets import preset
 from tests.conftest import normal, refused
 from tests.parity import ArraySource, random_params, relative_l2, run_graph
 
@@ -253,3 +255,25 @@ def test_memory_decides_tiles_and_what_stays_on_the_device(opened):
     assert (first.kept_bytes > 0, first.at_once) == (True, 0)
     assert (second.kept_bytes, second.at_once) != (first.kept_bytes, 0)
     assert (least.kept_bytes, least.at_once) == (0, ATTENTION_TOKENS)
+
+
+def test_a_run_ends_before_the_slabs_of_a_video_or_behind_them(opened):
+    """Between two slabs some devices would wait for others that have left."""
+    asked: list[bool] = []
+    watch = Stopwatch(agree=lambda flag: bool(asked.append(flag)))
+    geometry = Geometry.of(preset("tiny-2.5").config, 512, 64, 9, Fraction(24))
+    config = diffusion_decoder.config_of(preset("tiny-2.5").config)
+    cells = diffusion_decoder.cells(config, geometry.grid)
+    tiles = tiling.slabs(cells, diffusion_decoder.cell(config), 4)
+    stage = DiffusionSlabs(geometry, tiles, 2, noise=Noise((1, 2)))
+    assert [*stage._checked(iter(range(8)), watch)] == [*range(8)] and asked == [False] * 2
+    assert [len(s.weights) for s in tiles.columns] == [128] * 4
+
+
+@pytest.mark.long
+def test_ranks_that_share_a_clip_do_not_wait_for_each_other(generate_on_ranks, tiny):
+    """What they make is compared in `tests/backends/test_tensor_parallel.py`."""
+    flags = "--prompt a --pipeline distilled --width 256 --height 64 --num-frames 9 --seed 1"
+    run = generate_on_ranks(2, tiny("tiny-2.5", "official"), *flags.split())
+    assert run.status == 0 and "diffusion-slabs" in run.stderr, run.stderr
+    assert len([*read_frames(run.clip, "clip", 9)]) == 9
