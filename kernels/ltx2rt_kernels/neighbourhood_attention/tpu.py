@@ -200,8 +200,7 @@ def _program(
         return [ref[frame].reshape(keys, LANES) for frame in found]
 
     def weigh(n: int, most: Array) -> Array:
-        """Store the weights of a head and a frame; return what was subtracted: the largest score so
-        far, or nothing."""
+        """Store the weights of a head and a frame; return the largest score that was subtracted."""
         head, i = divmod(n, frames)
         parts = [queries[head * dim : (head + 1) * dim]]
         if i < pairs:
