@@ -55,6 +55,7 @@ class ClipKeywords(TypedDict, total=False):
     mask_box: Any
     mask_fill: str
     mask_grow: int
+    motion_speed: float
     nag: Any
     negative_prompt: str | None
     no_audio: bool

@@ -7,7 +7,7 @@ causal fix, clamp, then divide).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 import numpy as np
@@ -33,10 +33,17 @@ class Geometry:
     audio_time_factor: int  # mel frames per audio latent after the first
     mel_hop: int  # samples
     mel_sample_rate: int  # Hz
+    motion_speed: float = 1.0  # the model sees the frames at fps / motion_speed
 
     @classmethod
     def of(
-        cls, config: ModelConfig, width: int, height: int, num_frames: int, fps: Fraction
+        cls,
+        config: ModelConfig,
+        width: int,
+        height: int,
+        num_frames: int,
+        fps: Fraction,
+        motion_speed: float = 1.0,
     ) -> Geometry:
         """width, height: of this stage in pixels, divisible; num_frames: pixel frames."""
         video, audio = config.video_vae, config.audio_vae
@@ -54,7 +61,18 @@ class Geometry:
             audio_time_factor=audio.time_factor,
             mel_hop=audio.mel_hop,
             mel_sample_rate=audio.sample_rate,
+            motion_speed=motion_speed,
         )
+
+    @property
+    def played(self) -> Geometry:
+        """The grid with its frames at the times of playback."""
+        return replace(self, motion_speed=1.0)
+
+    @property
+    def seen_fps(self) -> float:
+        """Rate at which the model sees the frames."""
+        return float(self.fps) / self.motion_speed
 
     @property
     def grid(self) -> tuple[int, int, int]:
@@ -140,7 +158,7 @@ def video_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> 
     columns are spread over pixels `downscale` times as large, its frames over seconds `stride`
     times as long, all but the first moved back to the frames that were kept: 0, 1, 1 + stride, ...
     """
-    g, fps = geometry, float(geometry.fps)
+    g, fps = geometry, geometry.seen_fps
     seconds = _causal(_bounds(g.frames, g.time_factor), g.time_factor) / np.float32(fps / stride)
     if stride != 1:
         seconds = np.maximum(seconds - np.float32((stride - 1) / fps), 0)
@@ -150,9 +168,9 @@ def video_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> 
 
 def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
     """Position bounds of the appended tokens of one image at pixel frame `frame` > 0: f32[3, h*w,
-    2]. The image lasts one pixel frame and gets no causal fix: [frame, frame + 1) / fps."""
+    2]. The image lasts one pixel frame and gets no causal fix: [frame, frame + 1) / rate."""
     g = geometry
-    seconds = np.array([[frame, frame + 1]], np.float32) / np.float32(float(g.fps))
+    seconds = np.array([[frame, frame + 1]], np.float32) / np.float32(g.seen_fps)
     return _grid(seconds, _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor))
 
 

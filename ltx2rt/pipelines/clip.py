@@ -168,7 +168,7 @@ class Clip:
         step, frames = model.video_vae.time_factor, self.seen_frames
         if self.source:
             frames = -(-(frames - 1) // step) * step + 1
-        return Geometry.of(model, width, height, frames, self.fps)
+        return Geometry.of(model, width, height, frames, self.fps, self.request.motion_speed)
 
     def first(self, model: ModelConfig) -> Geometry:
         """The latent grid of the first of two stages."""

@@ -24,7 +24,7 @@ from ltx2rt.pipelines.build import Loras, decoded, denoise_once, text
 from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.group import refuse_beside
-from ltx2rt.pipelines.groups.size import Length, check_step
+from ltx2rt.pipelines.groups.size import Length, check_step, longest_s
 from ltx2rt.pipelines.groups.sound import NewSound
 from ltx2rt.pipelines.groups.source_clip import FileSize, read_clip
 from ltx2rt.pipelines.request import Request
@@ -142,12 +142,12 @@ class Extend(Request):
                     f"{self.overlap} needs as many; give a smaller one, at least 9"
                 )
         frames = self.seam(new).num_frames
-        limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
+        limit_s = longest_s(draft.request, model)
         if (frames - 1) / info.fps > limit_s:
             over = -(-(frames - 1 - limit_s * info.fps) // step) * step
             raise InputError(
                 f"--extend-frames: {new} and the overlap are {float((frames - 1) / info.fps):.2f} "
-                f"s, the model's limit is {limit_s} s; at most {new - int(over)}"
+                f"s, the model's limit is {limit_s:g} s; at most {new - int(over)}"
             )
         draft.fill(extend_frames=new, seconds=None, num_frames=frames)
         draft.other = other

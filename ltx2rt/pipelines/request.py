@@ -46,6 +46,7 @@ class Neutral:
     prompt_at: tuple[PromptSpan, ...] = ()
     prompt_softness: float = 0.0
     segment_frames: int | None = None
+    motion_speed: float = 1.0
     guidance_interval: tuple[float, float] | None = None
     sigmas: tuple[str, ...] = ()
     learnt: tuple[LoraSpec, ...] = ()

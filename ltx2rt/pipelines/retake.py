@@ -21,6 +21,7 @@ from ltx2rt.pipelines.build import Loras, decoded, denoise_once, text
 from ltx2rt.pipelines.clip import Clip, Draft
 from ltx2rt.pipelines.groups import GIVEN_CLIP
 from ltx2rt.pipelines.groups.images import Hdr
+from ltx2rt.pipelines.groups.size import longest_s
 from ltx2rt.pipelines.groups.sound import NewSound
 from ltx2rt.pipelines.groups.source_clip import FLAG, SourceClip
 from ltx2rt.pipelines.groups.text import PromptsByTime
@@ -95,7 +96,8 @@ class Retake(Request):
             raise InputError("--sound: new, but --keep audio keeps the file's; leave one out")
         if self.keep == "audio" and not info.has_sound:
             raise InputError(f"--keep: audio, but {path} has no sound; leave it out")
-        draft.source = replace(draft.given, window=seen_window(info, self.region_s, model))
+        window = seen_window(info, self.region_s, longest_s(self, model), model)
+        draft.source = replace(draft.given, window=window)
 
     def completed(self, clip: Clip, model: ModelConfig) -> Clip:
         for m, mask in self.masks(clip, clip.geometry(model)).items():
@@ -115,7 +117,10 @@ class Retake(Request):
     def masks(self, clip: Clip, geometry: Geometry) -> dict[str, np.ndarray]:
         """f32[T] of each modality made in part: 1 where a token overlaps the region."""
         start, end = (np.float32(time_s - since_s(clip)) for time_s in self.region_s)
-        bounds = {"video": video_positions(geometry)[0], "audio": audio_positions(geometry)[0]}
+        bounds = {
+            "video": video_positions(geometry.played)[0],
+            "audio": audio_positions(geometry)[0],
+        }
         given = {"video": True, "audio": self.keeps_sound(clip)}
         return {
             m: ((time[:, 1] > start) & (time[:, 0] < end)).astype(np.float32)
@@ -179,10 +184,11 @@ def since_s(clip: Clip) -> float:
     return float(clip.given.taken.start / clip.given.info.fps)
 
 
-def seen_window(info: VideoInfo, region_s: tuple[float, float], model: ModelConfig) -> range | None:
+def seen_window(
+    info: VideoInfo, region_s: tuple[float, float], limit_s: float, model: ModelConfig
+) -> range | None:
     """The file's frames that the model sees: the region with CONTEXT_S on either side; None for a
     file within the model's limit. Raises InputError for a region beyond it."""
-    limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
     step, most = model.video_vae.time_factor, int(limit_s * info.fps) + 1
     if info.num_frames <= most:
         return None
@@ -190,7 +196,7 @@ def seen_window(info: VideoInfo, region_s: tuple[float, float], model: ModelConf
     if stop - start > most - 2 * step:
         most_s = float((most - 2 * step) / info.fps)
         raise InputError(
-            f"--end-time: {region_s[1]:g} s, but of a clip beyond {limit_s} s at most {most_s:.4g} s "
+            f"--end-time: {region_s[1]:g} s, but of a clip beyond {limit_s:g} s at most {most_s:.4g} s "
             "are regenerated at once; do it in parts"
         )
     around = min(round(CONTEXT_S * info.fps), (most - (stop - start)) // 2)

@@ -24,7 +24,14 @@ from ltx2rt.pipelines import CLIP, FIRST, chosen, make_request, pipelines, reade
 from ltx2rt.pipelines.clip import Clip
 from ltx2rt.pipelines.groups.guidance import GUIDES, ByChoice, ByWeights, Nag
 from ltx2rt.pipelines.groups.images import Images, parse_frame
-from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, MAX_FPS, MIN_FPS, Length, with_sides
+from ltx2rt.pipelines.groups.size import (
+    DEFAULT_FRAMES,
+    MAX_FPS,
+    MIN_FPS,
+    Length,
+    longest_s,
+    with_sides,
+)
 from ltx2rt.pipelines.groups.sound import parse_reference
 from ltx2rt.pipelines.groups.source_clip import DECIDES, SourceClip
 from ltx2rt.pipelines.kind import distilled_lora, fitted, is_distilled, learnt
@@ -385,7 +392,6 @@ class Admission:
 
     def limits(self) -> dict[str, Any]:
         model = self.checkpoint.config
-        seconds = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
         return {
             "model": self.model,
             "default_pipeline": self._made_by(self.served[self.default]()),
@@ -408,7 +414,7 @@ class Admission:
             },
             "presets": {name: self._made_by(_of_preset(**how)) for name, how in PRESETS.items()},
             "frames": {"step": model.video_vae.time_factor, "offset": 1},
-            "max_seconds": seconds,
+            "max_seconds": longest_s(Request, model),
             "fps": {"min": MIN_FPS, "max": MAX_FPS},
             "prompt_characters": MAX_PROMPT,
             "images": MAX_IMAGES,

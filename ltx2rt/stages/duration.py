@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
+import numpy as np
+
 from ltx2rt.config import ModelConfig
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.duration_head import DEFAULT_WINDOW_S, frames_of
@@ -21,10 +23,11 @@ def chooses_length(model: ModelConfig) -> bool:
 
 
 def longest(
-    window_s: tuple[float, ...] | None, fps: Fraction, model: ModelConfig
+    window_s: tuple[float, ...] | None, fps: Fraction, model: ModelConfig, most_s: float
 ) -> tuple[tuple[float, float], int]:
-    """The window, or the default one, and the number of frames of the longest clip in it."""
-    low, high = window_s or DEFAULT_WINDOW_S
+    """The window, or the default one up to most_s, and the number of frames of the longest clip in
+    it."""
+    low, high = window_s or np.minimum(DEFAULT_WINDOW_S, most_s).tolist()
     return (low, high), frames_of(1e9, fps, (low, high), model.video_vae.time_factor)
 
 

@@ -1,5 +1,6 @@
 """Sizes, packing and token positions agree with the published geometry and with diffusers."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -48,13 +49,15 @@ def test_packing_round_trips_in_official_order(frames, rows, columns, num_audio)
 
 @pytest.mark.parametrize("fps", [Fraction(24), NTSC, Fraction(30)])
 @pytest.mark.parametrize("frames,num_audio", [(3, 7), (61, 501)])
-def test_positions_equal_diffusers_bitwise(fps, frames, num_audio):
+@pytest.mark.parametrize("motion", [1.0, 0.2])
+def test_positions_equal_diffusers_bitwise(fps, frames, num_audio, motion):
     from diffusers.models.transformers.transformer_ltx2 import LTX2AudioVideoRotaryPosEmbed as Rope
+    from diffusers.pipelines.ltx2.utils import conditioning_frame_rate
 
-    g = geometry(frames=frames, fps=fps, num_audio=num_audio)
+    g = replace(geometry(frames=frames, fps=fps, num_audio=num_audio), motion_speed=motion)
     video = Rope(dim=32, modality="video", scale_factors=(8, 32, 32))
     expected = video.prepare_video_coords(
-        1, frames, g.rows, g.columns, "cpu", fps=float(fps)
+        1, frames, g.rows, g.columns, "cpu", fps=conditioning_frame_rate(float(fps), motion)
     ).numpy()[0]
     np.testing.assert_array_equal(latents.video_positions(g), expected)
     audio = Rope(dim=32, modality="audio", scale_factors=(4,), sampling_rate=16000, hop_length=160)

@@ -16,6 +16,7 @@ from ltx2rt.errors import InputError
 from ltx2rt.flags import keywords
 from ltx2rt.pipelines import make_request
 from ltx2rt.pipelines.clip import resolve
+from ltx2rt.pipelines.dfr import DFR
 from ltx2rt.pipelines.distilled import Distilled
 from ltx2rt.pipelines.groups.guidance import parse_blocks
 from ltx2rt.pipelines.groups.images import Images, parse_image
@@ -79,7 +80,28 @@ def test_frames_and_odd_sides_are_rounded_and_the_run_says_so():
     assert "853x501: 854x502, since sides are even" in [*odd.remarks(model())]
 
 
+def test_faster_motion_shortens_what_is_made_at_once():
+    """The model sees 15 s of motion at twice its speed as 30 s; slow motion leaves the sound's 20 s."""
+    clip = resolve(replace(REQUEST, seconds=15, motion_speed=2.0), model())
+    assert (
+        clip.num_frames == 361 and clip.seen_frames == 121 and clip.geometry(model()).seen_fps == 12
+    )
+    assert resolve(clip.request, model()).segments == clip.segments
+    slow = resolve(replace(REQUEST, seconds=20, motion_speed=0.2), model())
+    assert slow.segments is None and slow.geometry(model()).seen_fps == 120
+    assert (
+        slow.geometry(model()).audio_latents == 501
+        and slow.request.settings()["motion_speed"] == 0.2
+    )
+    newest = preset("ltx-2.5").config
+    chosen = resolve(replace(REQUEST, motion_speed=2.0), newest)
+    assert chosen.request.auto_duration == (1, 10) and chosen.num_frames == 233
+    with pytest.raises(InputError, match="the model's limit is 10 s; at most 241"):
+        resolve(DFR("a cat", num_frames=361, motion_speed=2.0), newest)
+
+
 BAD = {
+    "motion": (dict(motion_speed=0.0), "--motion-speed: 0, expected more than 0"),
     "small height": (dict(height=32), "the nearest are 64 and 66 px"),
     "small width": (dict(width=31),
                     "--width: 31, expected an even number from 64 on; the nearest are 64 and 66 px"),

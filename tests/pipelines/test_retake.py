@@ -101,7 +101,7 @@ def test_masks_are_those_of_the_tokens_times(opened, fps, region):
     source = Footage(Path("a.mp4"), "", info)
     clip = clip_of(source, region)
     request = clip.request
-    geometry = Geometry.of(opened.resident.config, 96, 64, 41, fps)
+    geometry = Geometry.of(opened.resident.config, 96, 64, 41, fps, motion_speed=0.2)
     expected = direct_masks(41, (96, 64), fps, *region)
     for m, mask in request.masks(clip, geometry).items():
         np.testing.assert_array_equal(mask, expected[m], err_msg=m)

@@ -48,7 +48,7 @@ def literal(middles_s, fps, spans, columns, softness):
 @pytest.mark.parametrize("softness", [1e-3, 0.5, 1 - 1e-12])
 def test_the_bias_is_its_definition(sessions, fps, softness):
     config = sessions["cuda"].config
-    g = Geometry.of(config, 96, 64, 65, fps)
+    g = Geometry.of(config, 96, 64, 65, fps, motion_speed=0.2)  # times of playback
     columns = [range(3, 5), range(5, 9)]
     found = Relay("a", SPANS, softness).biases(g, columns)
     ends = [(0, 0.5), (0.4 * float(65 / fps), float(65 / fps))]

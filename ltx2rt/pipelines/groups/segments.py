@@ -110,6 +110,12 @@ class SegmentPlan:
         return found
 
 
+def one_clip_s(request: Request) -> float:
+    """Seconds of the longest clip that is made in one segment: with faster motion the model sees
+    more of them."""
+    return ONE_CLIP_S / max(request.motion_speed, 1)
+
+
 def made_of(clip: Clip) -> tuple[str, ...]:
     """Beginnings of names of noise that no stage draws any more: of segments that are there."""
     if clip.segments is None or clip.segments.folder is None:
@@ -173,7 +179,7 @@ class Segments(Group):
     def splits(self, request: Request) -> bool:
         frames, fps = request.length
         frames = DEFAULT_FRAMES if frames is None and self.segment_frames else frames or 0
-        longer = frames > 1 and frames - 1 > ONE_CLIP_S * fps
+        longer = frames > 1 and frames - 1 > one_clip_s(request) * fps
         return longer or (self.segment_frames or frames) < frames
 
     def spans(self, num_frames: int, size: int, given: bool) -> list[range]:
@@ -228,13 +234,14 @@ class Segments(Group):
             )
         count, step = DEFAULT_FRAMES if count is None else count, model.video_vae.time_factor
         fps, given = draft.request.fps, draft.source is not None
-        most = int(ONE_CLIP_S * fps) // step * step + 1
+        most_s = one_clip_s(draft.request)
+        most = int(most_s * fps) // step * step + 1
         size = self.segment_frames or min(DEFAULT_FRAMES, most)
         stated = [] if given else [("--num-frames", count)]
         for name, value in (("--segment-frames", size), *stated):
             check_step(name, value, step, 1, "frames", f"{step}*k + 1")
         if size > most:
-            seconds = f"over {ONE_CLIP_S} s, which no segment is; at most {most}"
+            seconds = f"over {most_s:g} s, which no segment is; at most {most}"
             raise InputError(f"--segment-frames: {size} frames are {seconds}")
         if count <= size:
             return draft.fill(segment_frames=None, num_frames=count)

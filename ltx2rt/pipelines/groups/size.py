@@ -91,6 +91,12 @@ def with_sides(given: Mapping[str, Any]) -> dict[str, Any]:
     return others | {"width": int(found[1]), "height": int(found[2])}
 
 
+def longest_s(request: Request | type[Request], model: ModelConfig) -> float:
+    """Seconds of the longest clip that the model makes at once."""
+    transformer = model.transformer
+    return min(transformer.rope_max_pos[0] / request.motion_speed, transformer.audio_rope_max_pos)
+
+
 def nearest_frames(seconds: float, fps: Fraction, step: int) -> int:
     """The number of frames, step*k + 1, that lasts nearest to so long."""
     return max(round((Fraction(seconds) * fps - 1) / step), 0) * step + 1
@@ -230,13 +236,25 @@ class Duration(Group):
 
     def fits(self, clip: Clip, model: ModelConfig) -> None:
         num_frames, fps, step = clip.seen_frames, clip.fps, model.video_vae.time_factor
-        limit_s = min(model.transformer.rope_max_pos[0], model.transformer.audio_rope_max_pos)
+        limit_s = longest_s(clip.request, model)
         if (num_frames - 1) / fps > limit_s:
             raise InputError(
                 f"--num-frames: {num_frames} frames at {float(fps):g} fps are "
-                f"{float((num_frames - 1) / fps):.2f} s, the model's limit is {limit_s} s; at most "
+                f"{float((num_frames - 1) / fps):.2f} s, the model's limit is {limit_s:g} s; at most "
                 f"{int(limit_s * fps) // step * step + 1} frames at this rate"
             )
+
+
+@dataclass(frozen=True)
+class Motion(Group):
+    motion_speed: float = flag(
+        1.0,
+        "speed of what moves, 0.2 for slow motion of a fifth by a LoRA that has learnt it; rate, "
+        "length and sound stay",
+        metavar="FACTOR",
+        above=0,
+        most=10,
+    )
 
 
 @dataclass(frozen=True)
@@ -284,7 +302,7 @@ class Length(Duration):
         """Fills the number of frames: the longest, and a window, where the model is to choose;
         settings that have that number and a window state the same."""
         (count, _), window = draft.request.length, self.auto_duration
-        usual, most = longest(window, self.fps, model)
+        usual, most = longest(window, self.fps, model, longest_s(draft.request, model))
         if count is not None:
             window = usual if window is not None and count == most else None
         elif chooses_length(model):
