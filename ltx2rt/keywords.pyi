@@ -43,6 +43,7 @@ class ClipKeywords(TypedDict, total=False):
     hdr: str | None
     hdr_transfer: str
     height: int | None
+    high_quality: bool
     image: Any
     image_crf: int | None
     images: Any

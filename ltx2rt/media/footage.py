@@ -29,7 +29,8 @@ class Footage:
     """flag: names the file in messages. info: of the file, at its own size. resize: brings its
     pictures to another. window: the frames that are taken, None: all. tracks: of the file, which
     the user chose. first: the frame of the file that counts as 0; speed: at which the file is played;
-    `info` and `window` count the frames as they are played.
+    `info` and `window` count the frames as they are played. times: each is shown so often, the last
+    once.
     """
 
     path: Path
@@ -40,6 +41,7 @@ class Footage:
     tracks: Tracks = AUTO
     first: int = 0
     speed: Fraction = Fraction(1)
+    times: int = 1
 
     @classmethod
     def read(cls, path: Path, flag: str, most: int | None = None, tracks: Tracks = AUTO) -> Footage:
@@ -67,6 +69,11 @@ class Footage:
         count, sound_s = -(-self.info.num_frames // speed), float(self.info.sound_s / speed)
         info = replace(self.info, num_frames=count, sound_s=sound_s)
         return replace(self, info=info, speed=speed)
+
+    def doubled(self) -> Footage:
+        """Show each frame twice, the last once, at twice the rate."""
+        info = replace(self.info, num_frames=2 * self.info.num_frames - 1, fps=2 * self.info.fps)
+        return replace(self, info=info, times=2)
 
     def between(self, start_s: float | None, end_s: float | None) -> Footage:
         """The part of the file between two times, None for its beginning and its end. Raises
@@ -107,7 +114,7 @@ class Footage:
 
     def frames(self, wide: bool = False) -> Iterator[np.ndarray]:
         """As of `read_frames`, those that are taken."""
-        shown = Counter(self.first + int(i * self.speed) for i in self.taken)
+        shown = Counter(self.first + int(i // self.times * self.speed) for i in self.taken)
         stop = max(shown, default=-1) + 1
         read = read_frames(self.path, self.flag, stop, wide, self.resize, self.tracks.video)
         for number, pixels in enumerate(read):

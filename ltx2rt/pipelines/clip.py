@@ -86,6 +86,7 @@ class Clip:
     segments: SegmentPlan | None
     hdr: HighRange | None
     guiding: Guiding | None
+    motion_speed: float
     cells: np.ndarray | None = field(default=None, compare=False)
     prefix: str = ""
 
@@ -168,7 +169,7 @@ class Clip:
         step, frames = model.video_vae.time_factor, self.seen_frames
         if self.source:
             frames = -(-(frames - 1) // step) * step + 1
-        return Geometry.of(model, width, height, frames, self.fps, self.request.motion_speed)
+        return Geometry.of(model, width, height, frames, self.fps, self.motion_speed)
 
     def first(self, model: ModelConfig) -> Geometry:
         """The latent grid of the first of two stages."""
@@ -266,6 +267,7 @@ class Draft:
             segments=self.segments,
             hdr=self.hdr,
             guiding=guiding,
+            motion_speed=r.motion_speed,
         )
 
 

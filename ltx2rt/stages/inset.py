@@ -61,12 +61,14 @@ class Inset:
 
 @dataclass(frozen=True)
 class Cut(FramesStage):
-    """Keep the first `num_frames` of the made frames, within `inset` if there is one. fps: of these
-    frames, with which the sound ends as well; None: it has that length already."""
+    """Keep the first `num_frames` of the made frames, or of every `step`-th, within `inset` if there
+    is one. fps: of these frames, with which the sound ends as well; None: it has that length
+    already."""
 
     num_frames: int
     inset: Inset | None = None
     fps: Fraction | None = None
+    step: int = 1
     name = "cut"
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
@@ -76,14 +78,16 @@ class Cut(FramesStage):
             state.hear(np.asarray(state.waveforms)[..., :size], state.sample_rate)
 
     def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-        left = self.num_frames
+        left, first = self.num_frames, 0  # the first frame of a chunk that is kept
         for chunk in chunks:
             whole = chunk.dtype in (np.uint8, np.uint16)
-            kept = chunk[:left] if whole else chunk[:, :left]
-            count = kept.shape[0 if whole else 1]
-            if count:
+            size = chunk.shape[0 if whole else 1]
+            found = range(first, size, self.step)[:left]
+            which = slice(first, found.stop, self.step)
+            if found:
+                kept = chunk[which] if whole else chunk[:, which]
                 yield self.inset.cut(kept) if self.inset else kept
-            left -= count
+            left, first = left - len(found), (first - size) % self.step
 
 
 def lasting(frames: Iterator[np.ndarray], num_frames: int) -> Iterator[np.ndarray]:

@@ -150,8 +150,9 @@ class SourceClip(Duration):
                 f"{width}x{height}, {frames}, given back as it was"
             )
         if clip.request.cuts and (self.start_time, self.end_time) != (None, None):
-            first, count = source.first, source.info.num_frames * source.speed
-            start_s, end_s = (float(n / source.info.fps) for n in (first, first + count))
+            first, fps = source.first, source.info.fps / source.times
+            count = -(-source.info.num_frames // source.times) * source.speed
+            start_s, end_s = (float(n / fps) for n in (first, first + count))
             yield f"{self.path}: {start_s:.4g} to {end_s:.4g} s of it are used"
         yield from (f"{self.path}: {sentence}" for sentence in source.said())
         over = source.info.sound_s - float(source.info.num_frames / source.info.fps)
