@@ -13,6 +13,9 @@ counted alike; its default mesh, and the mesh with the fewest bytes received tha
 
 LTX-2.5's video encoder, convolutional decoder, upsampler, audio decoder and vocoder are LTX-2.3's
 graphs, node by node: they have no rows of their own.
+
+The cell `real-time` adds up the rows of one clip of 1920x1088 with sound, from text to pixels and
+waveform; it takes those that the output has with times, and compiles the others.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +63,7 @@ class Cell:
 
 
 GB = 1e9
+KINDS = {"v6e:2x4": "v6e-8", "tpu7x:2x2x1": "v7x-8"}
 MESHES = {"v6e:2x4": "tensor=2,sequence=4", "tpu7x:2x2x1": "sequence=8"}
 ROW = "{:<34} {:>11} {:>10} {:>21} {:>8}  {}"
 STEP = Figures(compile_s=40)
@@ -116,7 +121,25 @@ PROGRAMS = {  # name -> flags, target
     "diffusion-slabs": (f"{DIFFUSION} --component diffusion-slabs", Figures()),
     "diffusion-features": (f"{DIFFUSION} --component diffusion-features", DECODE),
     "diffusion-decoder": (f"{DIFFUSION} --component diffusion-decoder", DECODE),
+    **{
+        f"{name}-hd-2.5": (HD.replace("denoise-step", component), Figures())
+        for name, component in (
+            ("text", "text-encoder"),
+            ("before1", "denoise-before --stage 1"),
+            ("upsampler", "upsampler"),
+            ("before2", "denoise-before --stage 2"),
+            ("audio", "audio-decoder"),
+            ("vocoder", "vocoder"),
+        )
+    },
 }
+
+REAL_TIME = {  # cell -> calls on one device for one clip of 1920x1088, 121 frames, with sound
+    "text-hd-2.5": 1, "before1-hd-2.5": 1, "stage1-hd-2.5": 8, "upsampler-hd-2.5": 1,
+    "before2-hd-2.5": 1, "stage2-hd-2.5": 3, "audio-hd-2.5": 2, "vocoder-hd-2.5": 2,
+    "decode-hd-2.5": 1,
+}  # fmt: skip
+PLANNED = f"plan {DIFFUSION} --width 1920 --height 1088 --json"
 
 
 def sized(flags: str) -> str:
@@ -174,6 +197,42 @@ def compile_cell(cell: Cell, times: bool = False) -> dict[str, Any]:
     }
 
 
+def real_time(topology: str, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The row of a whole clip: its parts by the rows' times, and what `plan` says of the same mesh
+    with its weights loaded. The host's work is in neither."""
+    by_cell = {row["cell"]: row for row in rows if row["topology"] == topology}
+    parts = [
+        {
+            "cell": name,
+            "calls": calls,
+            "call_s": sum(by_cell[name]["times_s"].values()),
+            "commit": by_cell[name]["commit"],
+        }
+        for name, calls in REAL_TIME.items()
+    ]
+    where = ["--device-kind", KINDS[topology], "--mesh", MESHES[topology]]
+    command = [sys.executable, "-m", "ltx2rt", *PLANNED.split(), *where]
+    planned = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    return {
+        "cell": "real-time",
+        "topology": topology,
+        "mesh": planned["mesh"],
+        "parts": parts,
+        "time_s": sum(part["calls"] * part["call_s"] for part in parts),
+        "plan_s": sum(stage["steps"] * stage["time_s"] for stage in planned["stages"]),
+        "plan_command": f"ltx2rt {' '.join(command[3:])}",
+        **machine("jax"),
+    }
+
+
+def show_real_time(row: Mapping[str, Any]) -> str:
+    lines = [f"real-time, {row['topology']}: {row['time_s']:.2f} s; by plan {row['plan_s']:.2f} s"]
+    for part in row["parts"]:
+        each = f"{part['calls']} x {part['call_s'] * 1e3:.1f} ms"
+        lines.append(f"  {part['cell']:<18} {each:>14}, at {part['commit']}")
+    return "\n".join(lines)
+
+
 def figures(row: dict[str, Any]) -> Figures:
     memory = row["weights_bytes"] + row["temp_bytes"]
     return Figures(
@@ -208,8 +267,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     )
     names = tuple(dict.fromkeys(cell.name for cell in CELLS))
     parser.add_argument(
-        "--cells", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names)
-    )
+        "--cells", nargs="+", choices=(*names, "real-time"), default=names, metavar="NAME",
+        help=f"{', '.join(names)}; real-time",
+    )  # fmt: skip
     parser.add_argument("--topology", nargs="+", choices=tuple(MESHES), default=tuple(MESHES))
     parser.add_argument(
         "--times", action="store_true", help="estimate times by the compiler's code; takes longer"
@@ -218,6 +278,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
         "--output", type=Path, metavar="FILE", help="JSON; rows of other cells in it are kept"
     )
     args = parser.parse_args(argv)
+    if "real-time" in args.cells and not args.times:
+        parser.error("real-time adds up times; give --times")
     rows = (
         json.loads(args.output.read_text())["rows"] if args.output and args.output.exists() else []
     )
@@ -232,13 +294,23 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             "", "collectives", "received", "weights + temporaries", "compile", "processor time"
         )
     )
+
+    def keep(row: dict[str, Any], text: str) -> None:
+        print(text, flush=True)
+        key = (row["cell"], row["topology"])
+        facts["rows"] = [r for r in facts["rows"] if (r["cell"], r["topology"]) != key] + [row]
+        record(args.output, facts)
+
+    timed = {(row["cell"], row["topology"]) for row in rows if row.get("times_s")}
+    whole = "real-time" in args.cells
     for cell in CELLS:
-        if cell.name in args.cells and cell.topology in args.topology:
+        part = whole and cell.name in REAL_TIME and (cell.name, cell.topology) not in timed
+        if (part or cell.name in args.cells) and cell.topology in args.topology:
             row = compile_cell(cell, args.times)
-            print(show(cell, row), flush=True)
-            key = (row["cell"], row["topology"])
-            facts["rows"] = [r for r in facts["rows"] if (r["cell"], r["topology"]) != key] + [row]
-            record(args.output, facts)
+            keep(row, show(cell, row))
+    for topology in args.topology if whole else ():
+        row = real_time(topology, facts["rows"])
+        keep(row, show_real_time(row))
     return facts
 
 

@@ -35,6 +35,7 @@ from ltx2rt_tpu.cycles import Code
 from ltx2rt_tpu.distributed import device_mesh
 from ltx2rt_tpu.hlo import COLLECTIVE, collectives
 from ltx2rt_tpu.program import Assembled, Loop, Program
+from ltx2rt_tpu.roll import mean_taps
 from ltx2rt_tpu.train import Gradients
 
 # What libtpu would ask Google Cloud's metadata server; without an answer it complains on stderr.
@@ -81,7 +82,7 @@ class AheadCompiler:
             assert part in (None, "each"), part
             each = part == "each" and isinstance(place, NamedSharding)
             if graph.name in ASSEMBLED and not each:
-                return assembled(Assembled(graph, place))
+                return assembled(Assembled(graph, place), self.code)
             lowered = Program(graph, place, unrolled=False).lowered(each)
         return compiled(lowered, steps, self.code)
 
@@ -121,10 +122,17 @@ def compiled(lowered: Lowered, steps: int | None = None, code: Code | None = Non
     )
 
 
-def assembled(program: Assembled) -> Compiled:
+def assembled(program: Assembled, code: Code | None = None) -> Compiled:
     """The figures of one call of all executables; arrays for later nodes count as temporary."""
+    times_s: Counter[str] = Counter()
     with _dump(f"jit_{program.graph.name}_*") as (options, read):
-        executables, took = _timed(partial(program.compile, options))
+
+        def time_part(code: Code, part: Graph) -> None:
+            (text,) = read("after_codegen")
+            times_s.update(code.times(text, inner=mean_taps(part)))
+
+        finished = partial(time_part, code) if code else None
+        executables, took = _timed(partial(program.compile, options, finished))
         texts = filter(COLLECTIVE.search, read("after_optimizations"))
         found = [*map(collectives, texts)]  # loops of others may be of any length
     values = program.graph.inputs | program.graph.params
@@ -143,6 +151,7 @@ def assembled(program: Assembled) -> Compiled:
         weights_bytes=sum(v.type.nbytes for v in values.values()),
         temp_bytes=peak - sum(sizes.values()),
         output_bytes=sum(sizes.values()),
+        times_s=dict(times_s) if code else None,
     )
 
 
@@ -157,15 +166,17 @@ def _timed(run: Callable[[], Any]) -> tuple[Any, dict[str, Any]]:
 @contextmanager
 def _dump(module: str) -> Iterator:
     """Compiler options that leave the scheduled HLO of `module` (a pattern) in a folder, the user's
-    own if XLA_FLAGS names one; and the reader of its texts, of one phase. Not `Compiled.as_text`:
+    own if XLA_FLAGS names one; and the reader of its unread texts, of one phase. Not `Compiled.as_text`:
     what comes back from the compiler for TPU7x does not parse with jaxlib 0.10.2."""
     flag = re.findall(r"--xla_dump_to=(\S+)", os.environ.get("XLA_FLAGS", ""))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(flag[-1] if flag else folder)
         texts = f"*.{module}.*"  # the compiler may dump further modules there
-        before = set(path.glob(texts))
+        seen = set(path.glob(texts))
 
         def read(phase: str) -> list[str]:
-            return [text.read_text() for text in set(path.glob(f"{texts}{phase}.txt")) - before]
+            fresh = set(path.glob(f"{texts}{phase}.txt")) - seen
+            seen.update(fresh)
+            return [text.read_text() for text in fresh]
 
         yield {"xla_dump_to": str(path), "xla_dump_hlo_as_text": True}, read

@@ -83,10 +83,12 @@ class Code:
         given = os.environ.get("LIBTPU_INIT_ARGS", "")
         os.environ["LIBTPU_INIT_ARGS"] = f"{given} {ARGUMENTS.format(self._folder.name)}"
 
-    def times(self, hlo: str, steps: int | None = None) -> dict[str, float]:
+    def times(
+        self, hlo: str, steps: int | None = None, inner: int | None = None
+    ) -> dict[str, float]:
         """`times` of the program that was compiled last."""
         folder = Path(self._folder.name)
-        found = times(hlo, bundles(folder), self.kind, steps, last_parts(folder))
+        found = times(hlo, bundles(folder), self.kind, steps, last_parts(folder), inner)
         for path in folder.iterdir():
             path.unlink()
         return found
@@ -124,16 +126,17 @@ def times(
     kind: DeviceKind,
     steps: int | None = None,
     last: Mapping[str, int] = MappingProxyType({}),
+    inner: int | None = None,
 ) -> dict[str, float]:
     """Seconds of one call on one device: by class of instructions; "guessed", by the compiler, of
     those that have no code; "exposed", of exchanges that nothing hides. Their sum is the time of
     the call.
 
     hlo: text after code generation, which tells windows; code: as `bundles` gives it, last: as
-    `last_parts`; steps: as for `collectives`. Raises ValueError as `collectives` does, and for a
-    kernel that is no attention.
+    `last_parts`; steps: as for `collectives`; inner: how often, on average, other loops of unknown
+    length run. Raises ValueError as `collectives` does, and for a kernel that is no attention.
     """
-    replay = _Replay(hlo, code, kind, steps, last)
+    replay = _Replay(hlo, code, kind, steps, last, inner)
     replay.run(replay.entry, 1)
     found = {name: cycles / replay.clock for name, cycles in replay.cycles.items() if cycles}
     return found | {"exposed": replay.exposed_s}
@@ -158,9 +161,11 @@ class _Replay:
         kind: DeviceKind,
         steps: int | None,
         last: Mapping[str, int],
+        inner: int | None,
     ):
         self.entry, self.bodies = computations(hlo)
-        self.code, self.kind, self.steps, self.last = code, kind, steps, last
+        self.code, self.kind, self.last = code, kind, last
+        self.steps, self.inner = steps, inner
         self.clock = kind.flops_per_s / FLOP_PER_CYCLE
         self.cycles: defaultdict[str, float] = defaultdict(float)
         self.exposed_s = 0.0
@@ -181,7 +186,7 @@ class _Replay:
         arriving: dict[str, float] = {}
         for one in self._parsed[computation]:
             if one.op == "while":
-                steps = self.steps if computation == self.entry else None
+                steps = self.steps if computation == self.entry else self.inner
                 body, n = loop(one.text, self.bodies, steps)
                 now += n * self.run(body, times * n)
             elif one.op == "call":

@@ -274,17 +274,26 @@ class Assembled(Ahead):
     def compile_now(self, each: bool) -> None:
         _ = self.executables
 
-    def compile(self, options: Mapping[str, Any] | None = None) -> list[Any]:
+    def compile(
+        self,
+        options: Mapping[str, Any] | None = None,
+        finished: Callable[[Graph], None] | None = None,
+    ) -> list[Any]:
+        """The executables. finished: called with each part, of which one at a time is compiled."""
         options = {**(options or {})}
         if jax.config.values["jax_optimization_level"] == "UNKNOWN":  # the user's own counts
             options["optimization_level"] = EFFORT
-        pool = ThreadPoolExecutor(min(COMPILERS, os.cpu_count() or 1))
+        pool = ThreadPoolExecutor(1 if finished else min(COMPILERS, os.cpu_count() or 1))
+
+        def compiled(part: Graph, lowered: Lowered) -> Any:
+            executable = lowered.compile(compiler_options(part, self.place) | options)
+            if finished:
+                finished(part)
+            return executable
+
         try:
             with TRACING:
-                started = []
-                for part in self.parts:
-                    own_options = compiler_options(part, self.place) | options
-                    started.append(pool.submit(self._lowered(part).compile, own_options))
+                started = [pool.submit(compiled, part, self._lowered(part)) for part in self.parts]
             return [one.result() for one in started]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler

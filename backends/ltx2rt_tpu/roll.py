@@ -128,10 +128,20 @@ def res_blocks(
 
     def block(_, i):
         per_block = halves // 2 // blocks
-        return None, lax.fori_loop(i * per_block, (i + 1) * per_block, unit, x)
+        return None, lax.fori_loop(0, per_block, lambda j, y: unit(i * per_block + j, y), x)
 
     _, results = lax.scan(block, None, jnp.arange(blocks))
     return tuple(results)
+
+
+def mean_taps(graph: Graph) -> int | None:
+    """Taps of the convolutions of a part that is a loop, on average; None for other parts."""
+    node = graph.nodes[0]
+    if node.op != "res_blocks":
+        return None
+    operands, halves = node.inputs[1:], len(node.args["dilations"])
+    each = len(operands) // halves
+    return round(sum(v.type.shape[2] for v in operands[each - 2 :: each]) / halves)
 
 
 def parts(graph: Graph) -> list[Graph]:

@@ -75,6 +75,23 @@ def test_every_class_has_its_bundles_and_what_is_waited_for_is_exposed():
     assert quick["exposed"] == pytest.approx(10 * (permuted - 40 * 50 / CLOCK + reduced))
 
 
+def test_a_loop_that_data_ends_counts_as_often_as_it_runs_on_average():
+    """The taps of the vocoder's convolutions, in a loop that is itself within another."""
+    inner = HLO.replace("ENTRY %main", "%outer").replace("constant(10)", "parameter(1)")
+    inner += """
+%always (p: (s32[])) -> pred[] {
+  ROOT %lt = pred[] compare(%i, %j), direction=LT
+}
+
+ENTRY %main (p: bf16[512,512]) -> bf16[512,512] {
+  %w.2 = (s32[]) while(%init), condition=%always, body=%outer, backend_config={"known_trip_count":{"n":"3"}}
+}
+"""
+    with pytest.raises(ValueError, match="without a known trip count"):
+        times(inner, CODE, V6E)
+    assert times(inner, CODE, V6E, inner=7)["products"] * CLOCK == pytest.approx(3 * 7 * 600)
+
+
 def test_of_two_branches_the_one_of_a_true_predicate_is_counted():
     """Of attention, that without a running maximum, which any normalised q and k take."""
     inner = HLO.replace("ENTRY %main", "%likely")

@@ -1,6 +1,8 @@
 """Every cell of the table can be planned; the table keeps what it does not compile again."""
 
 import json
+import re
+from collections import Counter
 from fractions import Fraction
 from importlib.util import find_spec
 
@@ -10,8 +12,12 @@ from benchmarks import tpu_compile
 from benchmarks.tpu_compile import CELLS, MESHES, Cell, compile_cell, figures
 from ltx2rt import cli
 from ltx2rt.commands import compile
+from ltx2rt.instruments.make import make_checkpoint
 from ltx2rt.models.catalog import network
 from ltx2rt.models.geometry import Geometry
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.estimate import Devices, estimate
+from ltx2rt.session.options import NO_LORA, ModelOptions
 from ltx2rt.weights.presets import preset
 
 
@@ -48,6 +54,42 @@ def test_what_2_5_shares_with_2_3_is_compiled_once(name):
         sizes = network(name).sizes(config, Geometry.of(config, 768, 512, 121, Fraction(24)), 1)
         graphs.append(str(network(name).trace(config, sizes, "bfloat16")))
     assert graphs[0] == graphs[1]
+
+
+@pytest.mark.long
+def test_a_clip_is_each_of_its_parts_as_often_as_a_run_calls_it(tmp_path, monkeypatch, capsys):
+    """Real-time adds them up by rows that are there."""
+    make_checkpoint("ltx-2.5", "official", tmp_path, empty=True)
+    options = ModelOptions(
+        "tpu", tmp_path, dtype="bfloat16", distilled_lora=NO_LORA,
+        video_decoder="diffusion", mesh={"sequence": 8},
+    )  # fmt: skip
+    clip = {"width": 1920, "height": 1088, "num_frames": 121}
+    found = estimate(options, make_request("distilled", prompt="a", **clip), Devices("v7x-8"))
+    needed = Counter()
+    for stage in found.plan.stages:
+        for call in stage.needs(found.session.config):
+            number = f" {stage.name[5:]}" if call.steps else ""
+            needed[call.network + number] += (call.steps or 1) * call.times
+    needed["diffusion-slabs"] //= 8  # a slab on each device
+    cells = {cell.name: cell.flags for cell in CELLS}
+    counted = {}
+    for name, calls in tpu_compile.REAL_TIME.items():
+        flags = dict(re.findall(r"--(\S+) (\S+)", cells[name]))
+        step = flags["component"] == "denoise-step"
+        counted[f"guided-step {flags['stage']}" if step else flags["component"]] = calls
+        assert flags["width"] == "1920"
+    assert counted.pop("denoise-before") == 1 and counted == needed
+
+    rows = [
+        {"cell": name, "topology": where, "times_s": {"products": 0.1}, "commit": "c"}
+        for name in tpu_compile.REAL_TIME for where in MESHES
+    ]  # fmt: skip
+    (output := tmp_path / "c.json").write_text(json.dumps({"rows": rows}))
+    words = ["--cells", "real-time", "--times", "--topology", "tpu7x:2x2x1"]
+    row = tpu_compile.main([*words, "--output", str(output)])["rows"][-1]
+    assert row["time_s"] == pytest.approx(2.0) and 1.5 < row["plan_s"] < 2.5
+    assert "text-hd-2.5" in capsys.readouterr().out
 
 
 needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="libtpu is not installed")

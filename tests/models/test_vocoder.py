@@ -12,6 +12,7 @@ from diffusers.pipelines.ltx2.vocoder import LTX2Vocoder, LTX2VocoderWithBWE
 from ltx2rt_tpu import lower, ops
 from ltx2rt_tpu.ops import convolutions
 from ltx2rt_tpu.program import Assembled
+from ltx2rt_tpu.roll import mean_taps
 
 from ltx2rt.backend import get_backend
 from ltx2rt.config import GeneratorConfig, VocoderConfig
@@ -141,6 +142,7 @@ def test_the_released_vocoder_is_a_loop_for_each_of_its_rates(version, rates):
     loops = [part.nodes[0] for part in program.parts if part.nodes[0].op == "res_blocks"]
     assert (len(program.parts), len(loops)) == (2 * rates + 1, rates)
     assert {(len(node.args["dilations"]), node.args["blocks"]) for node in loops} == {(18, 3)}
+    assert {mean_taps(part) for part in program.parts} == {None, (3 + 7 + 11) // 3}
     names = {name for part in program.parts for name in part.inputs}
     assert graph.all_params().keys() <= names
 
