@@ -140,8 +140,8 @@ class Parser(argparse.ArgumentParser):
         if self.read_as:
             known.read_as = self.read_as
         if unknown and self._subparsers is None:  # else the parser of all commands would say so
-            before = self.words[: self.words.index(unknown[0])][-2:]  # `--prompt a red fox`
-            advice = "; put the prompt in quotes" if "--prompt" in before else ""
+            takes = "--prompt" in self._option_string_actions  # `--prompt a red fox`
+            advice = "; put the prompt in quotes" if takes else ""
             if os.path.isfile(unknown[0]):
                 advice = f"; say for what this file is, such as {flag_of(unknown[0]) or '--lora'} {unknown[0]}"
             self.error(f"unrecognized: {' '.join(unknown)}{advice}")

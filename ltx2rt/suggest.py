@@ -171,12 +171,12 @@ def flag_of(path: str) -> str:
 
 def of_files(words: Sequence[str], known: Container[str]) -> list[str] | None:
     """The flags that files without one are for, by the kinds of the files, and the prompt for a
-    single text in front of them; None where a word is neither."""
+    single text among them; None where a word is neither."""
     found = list[str]()
-    for number, word in enumerate(words):
+    for word in words:
         if isfile(word) and (flag := flag_of(word)) in known:
             found += [flag, word]
-        elif number == 0 and "--prompt" in known and not isfile(word):
+        elif "--prompt" in known and "--prompt" not in found and not isfile(word):
             found += ["--prompt", word]
         else:
             return None

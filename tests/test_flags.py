@@ -371,6 +371,12 @@ def test_words_that_are_no_flags_are_told(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
+def test_a_text_without_a_flag_is_the_prompt(capsys):
+    assert cli.main(["generate", "--output", "o.mp4", "--model", "no/such/folder", "a fox"]) == 2
+    told = capsys.readouterr().err
+    assert "read as --prompt 'a fox'" in told and "no/such/folder" in told.splitlines()[-1]
+
+
 def test_a_name_that_resembles_nothing_gets_no_guess():
     assert nearest("zzz", ["alpha"]) is None and nearest("", ["alpha"]) is None
 
@@ -451,7 +457,8 @@ def test_files_and_a_prompt_without_flags_are_read_by_what_they_are(tmp_path):
         "--prompt", "a fox", "--image", photo, "--audio-path", song,
     ]  # fmt: skip
     assert of_files([clip], known) == ["--video-path", clip]
-    assert of_files([photo, "a fox"], known) is None and of_files(["a fox"], ("--image",)) is None
+    assert of_files([photo, "a fox"], known) == ["--image", photo, "--prompt", "a fox"]
+    assert of_files(["a", "fox"], known) is None and of_files(["a fox"], ("--image",)) is None
 
 
 # --- the backend of this machine ------------------------------------------------------------------

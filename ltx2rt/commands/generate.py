@@ -184,7 +184,9 @@ def flags(to: Any) -> None:
     found = _from_sources(to)
     run_flags(to)
     add_flags(to, Files, Sources)
-    texts = groups(to)["clip"].add_mutually_exclusive_group(required=True)
+    told = bool({"-h", "--help", "--help-all"} & set(to.words))
+    # required in the usage: on a command line a word without a flag may be the prompt
+    texts = groups(to)["clip"].add_mutually_exclusive_group(required=told)
     shown = pipeline_flags(to, Prompt)
     prompt = flagged(shown)["prompt"]
     add_flag(texts, prompt, action="append", help=f"{prompt.metadata['flag'].help} (required)")
@@ -199,7 +201,6 @@ def flags(to: Any) -> None:
     to.add_argument("--help-all", action="help", help="show every flag of the pipeline")
     if "prompt" in found:
         found["prompt"] = [found["prompt"], *found.pop("segment_prompts", ())]
-        texts.required = False
     to.set_defaults(**found)
     for action in to._actions:
         action.required &= action.dest not in found
