@@ -55,9 +55,9 @@ COMMANDS = {
 GROUPED = {"weights": "make, inspect, fetch or merge weights", "train": "train a LoRA"}
 FIRST_STEPS = """\
 first steps:
-  ltx2rt weights fetch Lightricks/LTX-2.3           download a model
-  ltx2rt plan --preset ltx-2.3 --device-kind h100   estimate memory and time on one H100
-  ltx2rt generate --model Lightricks/LTX-2.3 --prompt "a red fox in the snow" --output fox.mp4
+  ltx2rt weights fetch Lightricks/LTX-2.5           download a model
+  ltx2rt plan --preset ltx-2.5 --device-kind h100   estimate memory and time on one H100
+  ltx2rt generate --model Lightricks/LTX-2.5 --prompt "a red fox in the snow" --output fox.mp4
 
 `ltx2rt --help` lists the commands, `ltx2rt COMMAND --help` the flags of one.
 """
@@ -140,8 +140,9 @@ class Parser(argparse.ArgumentParser):
         if self.read_as:
             known.read_as = self.read_as
         if unknown and self._subparsers is None:  # else the parser of all commands would say so
-            takes = "--prompt" in self._option_string_actions  # `--prompt a red fox`
-            advice = "; put the prompt in quotes" if takes else ""
+            advice = (  # `--prompt a red fox`
+                "; put the prompt in quotes" if "--prompt" in self._option_string_actions else ""
+            )
             if os.path.isfile(unknown[0]):
                 advice = f"; say for what this file is, such as {flag_of(unknown[0]) or '--lora'} {unknown[0]}"
             self.error(f"unrecognized: {' '.join(unknown)}{advice}")
@@ -198,13 +199,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    if not (sys.argv[1:] if argv is None else argv):
+    words = list(sys.argv[1:] if argv is None else argv)
+    if not words:
         print(FIRST_STEPS, end="", file=sys.stderr)
         return BAD_INPUT
     if argv is None:
         _open_closed()
-    args = parser().parse_args(argv)
-    args.argv = sys.argv[1:] if argv is None else list(argv)
+    args = parser().parse_args([*words[1:], "--help"] if words[0] == "help" else words)
+    args.argv = words
     args.own_process = argv is None
     crew = None
     # a process of its own: let `kill` unwind, so that no partial file stays behind

@@ -48,7 +48,7 @@ pipeline: mode task
 model: m checkpoint checkpoint_path ckpt model_name model_id
 text_encoder: gemma gemma_root
 dtype: precision
-num_gpus devices: gpus num_devices
+num_gpus devices: gpus num_devices num_gpus devices
 cuda device_kind: gpu
 cuda: nvidia torch pytorch
 tpu: jax xla

@@ -37,6 +37,12 @@ def test_a_file_that_may_not_be_read_is_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == f"ltx2rt: error: {said}\n"
 
 
+def test_help_as_a_word_is_the_help_of_a_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        cli.main(["help", "weights", "make"])
+    assert end.value.code == 0 and capsys.readouterr().out.startswith("usage: ltx2rt weights make ")
+
+
 def test_help_imports_nothing_heavy():
     heavy = {*"numpy torch jax av PIL tokenizers transformers tqdm safetensors".split()}
     code = "import sys\nfrom ltx2rt import cli\ncli.parser().format_help()\n"

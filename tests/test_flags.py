@@ -339,6 +339,7 @@ def test_every_command_has_help_for_every_flag(command, capsys):
     (["generate", "--pipline", "hq"], "--pipeline"),
     (["generate", "-o", "x.mp4"], "--output"),
     (["generate", "--pipeline", "two_stage"], "two-stage"),
+    (["plan", "--preset", "ltx-2.5", "--device-kind", "h100", "--num-gpus", "8"], "--devices"),
     (["genrate"], "generate"),
     (["download"], "weights fetch"),
     (["weights", "inspct", "x"], "inspect"),

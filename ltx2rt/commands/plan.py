@@ -26,7 +26,7 @@ from ltx2rt.run.training_estimate import estimate_step, training_flags, training
 
 EXAMPLE = """\
 examples:
-  ltx2rt plan --preset ltx-2.3 --device-kind h100 --devices 2
+  ltx2rt plan --preset ltx-2.5 --device-kind h100 --devices 2
   ltx2rt plan --preset ltx-2.3 --device-kind h200 --train 768x512x49
 """
 
