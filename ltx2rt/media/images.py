@@ -26,6 +26,7 @@ FORMATS = (  # none that starts a program
     "PNG", "JPEG", "MPO", "WEBP", "AVIF", "HEIF", "TIFF", "GIF", "BMP", "PPM", "JPEG2000",
 )  # fmt: skip
 HEIC_BRANDS = (b"heic", b"heix", b"heim", b"heis")  # ISO/IEC 23008-12, annex B.4
+STILL_BRANDS = ("avif", "mif1", *(brand.decode() for brand in HEIC_BRANDS))
 MAX_SIDE_PX, MAX_IMAGE_PX = 16384, 100_000_000  # what libx264 takes; 2 GB while it is converted
 STRIP_ROWS = 64
 FITS = ("pad", "crop", "scale")  # black borders, cut sides, another aspect

@@ -19,6 +19,10 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 
+CONTAINERS = re.compile(  # names of FFmpeg's readers
+    "mov,mp4,m4a,3gp,3g2,mj2|matroska,webm|wav|flac|mp3|ogg|avi|aiff|caf|mpeg|mpegts|aac|amr|asf|flv|"
+    "gif|apng|w64|wv|tta|au|ac3|mpegvideo|eac3|dts|ape|yuv4mpegpipe|mjpeg|h264|hevc|mxf|dv|ivf|nut"
+)
 LISTENED_S = 30  # part of each track that is compared
 LOUDER = 2.0  # times the power of an earlier track, which is taken otherwise: 3 dB
 

@@ -23,9 +23,9 @@ import numpy as np
 
 from ltx2rt.errors import InputError
 from ltx2rt.media.hdr import is_exr, read_exr, tone_mapped, wide_to_709
-from ltx2rt.media.images import Resize, read_rgb, readable
+from ltx2rt.media.images import STILL_BRANDS, Resize, read_rgb, readable
 from ltx2rt.media.mp4 import BT709, BT2020, LIMITED_RANGE, MATRICES, USUAL, Colours
-from ltx2rt.media.streams import chosen_video, moving, opened, sound_in, tagged_s
+from ltx2rt.media.streams import CONTAINERS, chosen_video, moving, opened, sound_in, tagged_s
 
 PICTURES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")  # frames of a folder
 MOVING = (".gif", ".mjpeg", ".mjpg")  # videos that begin as a picture does
@@ -98,6 +98,20 @@ def is_still(path: Path) -> bool:
     """Whether it is a file of one picture, by its header."""
     moves = path.suffix.lower() in MOVING or not path.is_file()
     return not moves and readable(path) and not is_animated(path)
+
+
+def is_clip(path: Path) -> bool:
+    """Whether it is a file of video, by its header, and no picture, also of a kind that cannot be
+    read here."""
+    from av.error import FFmpegError
+
+    try:
+        with opened(path) as container:
+            still = container.metadata.get("major_brand") in STILL_BRANDS
+            known = CONTAINERS.fullmatch(container.format.name)
+            return bool(known and not still and moving(container)) and not readable(path)
+    except (FFmpegError, OSError):
+        return False
 
 
 def folder_frames(path: Path) -> list[Path]:

@@ -166,11 +166,15 @@ def video_positions(geometry: Geometry, downscale: int = 1, stride: int = 1) -> 
     return _grid(seconds, _bounds(g.rows, space), _bounds(g.columns, space))
 
 
-def keyframe_positions(geometry: Geometry, frame: int) -> np.ndarray:
-    """Position bounds of the appended tokens of one image at pixel frame `frame` > 0: f32[3, h*w,
-    2]. The image lasts one pixel frame and gets no causal fix: [frame, frame + 1) / rate."""
+def keyframe_positions(geometry: Geometry, frame: int, frames: int = 1) -> np.ndarray:
+    """Position bounds of the appended tokens of a picture, or of a clip of `frames` latent frames,
+    at pixel frame `frame`: f32[3, frames*h*w, 2]. A picture lasts one pixel frame, [frame, frame +
+    1) / fps, each latent frame of a clip 8, [frame + 8t, frame + 8t + 8) / fps; only a clip
+    at frame 0 gets the causal fix."""
     g = geometry
-    seconds = np.array([[frame, frame + 1]], np.float32) / np.float32(g.seen_fps)
+    bounds = _bounds(frames, g.time_factor if frames > 1 else 1)
+    bounds = bounds + np.float32(frame) if frame or frames == 1 else _causal(bounds, g.time_factor)
+    seconds = bounds / np.float32(g.seen_fps)
     return _grid(seconds, _bounds(g.rows, g.space_factor), _bounds(g.columns, g.space_factor))
 
 

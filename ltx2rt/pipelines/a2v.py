@@ -93,7 +93,7 @@ class GivenSound(Group):
             heard_s = self.heard_s(self.audio_path)
             yield f"the sound lasts {heard_s:.2f} s: {count} frames, {seconds:.2f} s"
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         return Added({"frozen": ("audio",)})
 
     def sound(self, clip: Clip, model: ModelConfig) -> SourceSound:

@@ -75,7 +75,7 @@ def denoise(
     """One denoising stage, after the encoding of what its groups and `given` condition it on. more:
     fields of `Denoise` in place of those of the groups; guidance: none by default."""
     fields: dict[str, Any] = {"guidance": NEUTRAL, "rule": options.cross_timestep_rule}
-    added = [group.stages(clip, name, geometry) for group in clip.request]
+    added = [group.stages(clip, name, geometry, options.vae_tiling) for group in clip.request]
     for one in added:
         fields |= one.fields
     sigmas = fields.pop("sigmas", sigmas)

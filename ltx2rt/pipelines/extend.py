@@ -206,7 +206,7 @@ class Extend(Request):
         seam = replace(seam, heard_s=until)
         mask = kept_sound(full, until if heard[0] else Fraction(0), since if heard[1] else None)
         tiling, inset = options.vae_tiling, clip.inset(model)
-        given = ends(full, before, after, self.overlap, seam.stop, tiling, model, inset)
+        given = ends(full, before, after, self.overlap, seam.stop, tiling, inset)
         kept = {"masks": {"audio": mask} if any(heard) else {}}
         joined = replace(seam, after=0) if self.loop is not None else seam
         return [

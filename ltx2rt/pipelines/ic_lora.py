@@ -212,7 +212,7 @@ class ICLora(Request):
             seen = Footage.read(spec.path, FLAG, self.num_frames)
             if fit := self.fit or ("pad" if still else None):
                 seen = replace(seen, resize=Resize(self.width, self.height, fit, seen.size))
-            given.append(reference(seen, spec.strength, half, model, factors, "off", number, **how))
+            given.append(reference(seen, spec.strength, half, factors, "off", number, **how))
         if self.skip_stage_2:
             made = denoise_once(clip, half, options, loras, given)
             return [*text(clip), *made, *decoded(clip, half, model, options)]

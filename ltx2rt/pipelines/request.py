@@ -222,7 +222,7 @@ class Request(Neutral):
     @property
     def first_image(self) -> Path | None:
         """The image that prompt enhancement sees, if any."""
-        seen = (one.path for one in self.images if not (one.latent or is_exr(one.path)))
+        seen = (i.path for i in self.images if not (i.latent or is_exr(i.path) or i.moves))
         return next(seen, None)
 
     @property

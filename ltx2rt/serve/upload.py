@@ -35,11 +35,6 @@ MEMORY_BYTES = dict.fromkeys(MAX_BYTES, 2**31) | {IMAGE: 2**30}
 TIME_S = dict.fromkeys(MAX_BYTES, 60) | {IMAGE: 20, EXR: 20}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
-# as FFmpeg calls its readers
-MEDIA = re.compile(
-    "mov,mp4,m4a,3gp,3g2,mj2|matroska,webm|wav|flac|mp3|ogg|avi|aiff|caf|mpeg|mpegts|aac|amr|asf|flv|"
-    "gif|apng|w64|wv|tta|au|ac3|mpegvideo|eac3|dts|ape|yuv4mpegpipe|mjpeg|h264|hevc|mxf|dv|ivf|nut"
-)
 AT_ONCE = 4  # are decoded; more wait
 # what is kept as one kind cannot be named as another
 SUFFIX = {
@@ -189,8 +184,10 @@ def read_media(kind: str, path: Path) -> None:
 
 def check_container(kind: str, container: Any) -> None:
     """Raises ValueError."""
+    from ltx2rt.media.streams import CONTAINERS
+
     sounds, videos = container.streams.audio, container.streams.video
-    if not MEDIA.fullmatch(container.format.name):
+    if not CONTAINERS.fullmatch(container.format.name):
         found = f"a file of the kind {container.format.name!r}"
         raise ValueError(f"no {kind}: {found}; save it as MP4 or WAV")
     if len(sounds) + len(videos) > MAX_STREAMS:

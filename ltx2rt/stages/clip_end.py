@@ -83,7 +83,7 @@ class ClipEnd(Conditioning):
 
 def ends(
     clip: Geometry, before: WholeClip | None, after: WholeClip | None, overlap: int, guide: int,
-    tiling: str, model: ModelConfig, inset: Inset | None = None,
+    tiling: str, inset: Inset | None = None,
 ) -> Iterator[ClipEnd]:  # fmt: skip
     """The clip that continues `before` and leads to `after`.
 
@@ -95,31 +95,28 @@ def ends(
     latents = (overlap - 1) // clip.time_factor + 1
     if before is not None:
         first = before.info.num_frames - overlap
-        yield ClipEnd(_frames(clip, before, latents, first, 0, tiling, model, inset), clip, "tail")
+        yield ClipEnd(_frames(clip, before, latents, first, 0, tiling, inset), clip, "tail")
     if after is not None:
-        head = _frames(clip, after, latents + 1, 0, clip.time_factor, tiling, model, inset)
+        head = _frames(clip, after, latents + 1, 0, clip.time_factor, tiling, inset)
         place = clip.frames - (latents - 1)
         yield ClipEnd(head, clip, "head", skip=2, latent=place)
-        yield ClipEnd(
-            _frames(clip, after, 1, 0, 0, tiling, model, inset), clip, "first", frame=guide
-        )
+        yield ClipEnd(_frames(clip, after, 1, 0, 0, tiling, inset), clip, "first", frame=guide)
 
 
 def leading(
-    clip: Geometry, file: WholeClip, strength: float, tiling: str, model: ModelConfig,
-    inset: Inset | None,
+    clip: Geometry, file: WholeClip, strength: float, tiling: str, inset: Inset | None,
 ) -> ClipEnd:  # fmt: skip
     """The first frame of a file as a guide one latent frame before the clip."""
-    source = _frames(clip, file, 1, 0, 0, tiling, model, inset)
+    source = _frames(clip, file, 1, 0, 0, tiling, inset)
     return ClipEnd(source, clip, "anchor", frame=-clip.time_factor, strength=strength)
 
 
 def _frames(
     clip: Geometry, file: WholeClip, count: int, first: int, copies: int, tiling: str,
-    model: ModelConfig, inset: Inset | None,
+    inset: Inset | None,
 ) -> ClipFrames:  # fmt: skip
     """`count` latent frames of a file at the clip's size. inset: as of `SourceVideo`."""
     g = replace(clip, frames=count)
-    tiles = plan_encoder_tiles(tiling, g.grid, model.video_vae)
+    tiles = plan_encoder_tiles(tiling, g)
     how = {"wide": file.wide, "inset": inset}
     return ClipFrames(file.footage, g, tiles, first=first, copies=copies, **how)

@@ -19,8 +19,10 @@ import numpy as np
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import image_px, read_exr, to_model
 from ltx2rt.media.images import cover, load_conditioning_image, read_rgb
+from ltx2rt.media.video import is_clip
 from ltx2rt.models.geometry import (
     Geometry,
     audio_positions,
@@ -38,18 +40,29 @@ from ltx2rt.weights.files import TensorFile
 
 @dataclass(frozen=True)
 class ImageSpec:
-    """One conditioning image at a pixel frame; strength 1 keeps it exactly. path: `latent:K` means
-    tensor K of a file of latents."""
+    """One conditioning image, or a clip from its frame `first` on, at a pixel frame; strength 1
+    keeps it exactly. path: `latent:K` means tensor K of a file of latents."""
 
     path: Path
     frame: int
     strength: float = 1.0
+    first: int = field(default=0, kw_only=True)
 
     @property
     def latent(self) -> str | None:
         """The tensor that it is, of a file of latents; None for a separate file."""
         match = re.fullmatch(r"latent:(\d{1,4})", str(self.path), re.ASCII)
         return f"image.{int(match[1])}" if match else None
+
+    @property
+    def moves(self) -> bool:
+        """Whether it is a clip."""
+        return is_clip(self.path)
+
+    @property
+    def size_px(self) -> tuple[int, int]:
+        """Its width and height, by the header of an image. Raises InputError."""
+        return Footage.read(self.path, "--image", 1).size if self.moves else image_px(self.path)
 
 
 @dataclass(frozen=True)
@@ -147,7 +160,7 @@ class Still(Conditioning):
         return self.tokens(np.zeros(one_frame(self.geometry), np.float32))
 
     def tokens(self, latent: np.ndarray) -> Tokens:
-        """latent: f32[1, C, 1, h, w], normalised."""
+        """latent: f32[1, C, n, h, w], normalised."""
         return image_tokens(self.geometry, latent, self.spec.frame, self.spec.strength, self.append)
 
 
@@ -220,12 +233,13 @@ class LatentImage(Still):
 def image_tokens(
     geometry: Geometry, latent: np.ndarray, frame: int, strength: float, append: bool = False
 ) -> Tokens:
-    """latent: [1, C, 1, h, w], normalised. strength: 1 keeps it exactly, 0 ignores it. At frame 0
-    it replaces the first latent frame, unless `append`. Raises ValueError."""
-    expected = one_frame(geometry)
+    """latent: [1, C, n, h, w], normalised. strength: 1 keeps it exactly, 0 ignores it. At frame 0
+    it replaces the first n latent frames, unless `append`. Raises ValueError."""
+    frames = latent.shape[2]
+    expected = replace(geometry, frames=frames).video_shape
     if latent.shape != expected:
         raise ValueError(f"image latent: shape {list(latent.shape)}, expected {list(expected)}")
-    positions = keyframe_positions(geometry, frame) if frame or append else None
+    positions = keyframe_positions(geometry, frame, frames) if frame or append else None
     return Tokens(
         pack_video(latent.astype(np.float32)), np.float32(1) - np.float32(strength), positions
     )

@@ -47,11 +47,6 @@ BEGUN_BYTES = 4e9  # noise that is drawn before it is wanted: of 121 frames of 1
 Calls = Iterator[tuple[Call, dict[str, np.ndarray]]]
 
 
-def tiling(geometry: Geometry, model: ModelConfig, mode: str) -> Tiling:
-    """The tiles of a clip. mode: "auto", or "off" for one tile."""
-    return plan_tiles(mode, geometry.grid, model.video_vae)
-
-
 def video_decoder(model: ModelConfig, asked: str | None) -> str:
     """One of DECODERS: what is asked for, else the diffusion one if the model has it. Raises
     InputError if what is asked for was not found."""
@@ -74,7 +69,7 @@ def decoding(
 ) -> Frames:
     """The stage that makes a clip's frames. asked: as of `video_decoder`; mode: of tiling, "auto"
     or "off". Raises InputError if the model has no such decoder."""
-    conv = Frames(geometry, tiling(geometry, model, mode), len(noise.seeds))
+    conv = Frames(geometry, plan_tiles(mode, geometry), len(noise.seeds))
     if video_decoder(model, asked) == "conv":
         return conv
     config = config_of(model)

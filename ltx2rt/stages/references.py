@@ -17,9 +17,10 @@ from ltx2rt.media.video import is_still
 from ltx2rt.models.geometry import Geometry, pack_video, pixel_frames, video_positions
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.conditioning import Conditioning, Tokens
+from ltx2rt.stages.conditioning import Conditioning, ImageSpec, Still, Tokens
 from ltx2rt.stages.source_video import SourceVideo
 from ltx2rt.stages.stage import State
+from ltx2rt.stages.tiling import plan_encoder_tiles
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,46 @@ class Reference(Conditioning):
             mask = replace(mask.part(0, self.num_frames), resize=self.source.footage.resize)
             return brightness(mask, self.clip.size_px, grid).ravel() * scale
         return np.full(g.num_video_tokens, scale) if self.attention < 1 else None
+
+
+@dataclass(frozen=True)
+class ClipGuide(Still):
+    """The clip of `spec`. As video is compressed, its frames are not compressed again."""
+
+    kind: ClassVar[str] = "images"
+    source: SourceVideo
+
+    def needs(self, model: ModelConfig) -> Iterator[Call]:
+        return self.source.needs(model)
+
+    def check(self, session: Session) -> list[str]:
+        file, fps = self.source.footage, self.geometry.fps
+        path, info, used = file.path, file.info, file.taken
+        found = [f"{path}: {sentence}" for sentence in info.said()]
+        found.append(f"{path}: frames {used.start} to {used.stop - 1} guide the clip")
+        if info.fps != fps:
+            found[-1] += f", one by one as if it had {float(fps):g} fps"
+        return found
+
+    def blank(self) -> Tokens:
+        return self.tokens(np.zeros(self.source.geometry.video_shape, np.float32))
+
+    def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
+        return self.tokens(self.source.encode(session, watch))
+
+
+def guide(spec: ImageSpec, geometry: Geometry, tiling: str, append: bool) -> Iterator[ClipGuide]:
+    """The clip's frames up to the end of the one that is made, as far as there are any,
+    time_factor*k + 1. tiling: mode of `plan_encoder_tiles`. Raises InputError."""
+    g, start = geometry, spec.first
+    end = start + pixel_frames(g.frames, g.time_factor) - spec.frame
+    file = Footage.read(spec.path, "--image", end)
+    left = min(file.info.num_frames, end) - start
+    if left > 0:
+        own = replace(g, frames=(left - 1) // g.time_factor + 1)
+        seen = file.part(start, start + pixel_frames(own.frames, g.time_factor))
+        source = SourceVideo(seen, own, plan_encoder_tiles(tiling, own))
+        yield ClipGuide(spec, g, source, append=append)
 
 
 def brightness(video: Footage, size_px: tuple[int, int], grid: tuple[int, int, int]) -> np.ndarray:

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.config import VideoVaeConfig
+from ltx2rt.models.geometry import Geometry
 
 # The official automatic layout.
 # the long side; the short one follows the aspect ratio
@@ -74,30 +74,27 @@ class Tiling:
         return itertools.product(self.frames, self.rows, self.columns)
 
 
-def plan_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
-    """The tiles of a latent of (frames, rows, columns). mode: "auto", or "off" for one tile."""
-    long, shortest = TILE_PX // config.space_factor, MIN_TILE_PX // config.space_factor
-    sides = [max(shortest, round(long * n / max(shape[1:]))) for n in shape[1:]]
-    return _plan(mode, shape, config, sides, config.time_factor, config.space_factor)
+def plan_tiles(mode: str, geometry: Geometry) -> Tiling:
+    """The tiles of a clip's latents. mode: "auto", or "off" for one tile."""
+    g = geometry
+    long, shortest = TILE_PX // g.space_factor, MIN_TILE_PX // g.space_factor
+    sides = [max(shortest, round(long * n / max(g.grid[1:]))) for n in g.grid[1:]]
+    return _plan(mode, g, sides, g.time_factor, g.space_factor)
 
 
-def plan_encoder_tiles(mode: str, shape: tuple[int, int, int], config: VideoVaeConfig) -> Tiling:
+def plan_encoder_tiles(mode: str, geometry: Geometry) -> Tiling:
     """Tiles that frames are encoded in, of the largest size along every axis; `Span.weights` are
-    for latents. shape: latent frames, rows, columns. mode: "auto", or "off" for one tile."""
-    return _plan(mode, shape, config, [TILE_PX // config.space_factor] * 2, 1, 1)
+    for latents. mode: "auto", or "off" for one tile."""
+    return _plan(mode, geometry, [TILE_PX // geometry.space_factor] * 2, 1, 1)
 
 
-def _plan(
-    mode: str, shape: tuple[int, int, int], config: VideoVaeConfig, sides: list[int], time: int,
-    space: int,
-) -> Tiling:  # fmt: skip
+def _plan(mode: str, geometry: Geometry, sides: list[int], time: int, space: int) -> Tiling:
     """sides: rows and columns of a tile; time, space: positions of weights to a latent."""
-    size, *sides = shape if mode == "off" else (TILE_FRAMES // config.time_factor, *sides)
-    overlap = OVERLAP_PX // config.space_factor
-    frames = time_spans(shape[0], size, OVERLAP_FRAMES // config.time_factor, time)
-    return Tiling(
-        frames, *(space_spans(n, s, overlap, space) for n, s in zip(shape[1:], sides, strict=True))
-    )
+    g, overlap = geometry, OVERLAP_PX // geometry.space_factor
+    size, *sides = g.grid if mode == "off" else (TILE_FRAMES // g.time_factor, *sides)
+    frames = time_spans(g.frames, size, OVERLAP_FRAMES // g.time_factor, time)
+    pairs = zip(g.grid[1:], sides, strict=True)
+    return Tiling(frames, *(space_spans(n, s, overlap, space) for n, s in pairs))
 
 
 def intervals(length: int, size: int, overlap: int) -> list[tuple[int, int]]:

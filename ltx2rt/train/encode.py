@@ -81,8 +81,7 @@ def latents_of(session: Session, job: ClipPiece, watch: Stopwatch) -> dict[str, 
     found: dict[str, np.ndarray] = {}
 
     def piece(path: Path, size: Geometry, frames: tuple[int, ...]) -> Piece:
-        grid = (size.frames, size.rows, size.columns)
-        tiling = plan_encoder_tiles(job.tiling, grid, session.config.video_vae)
+        tiling = plan_encoder_tiles(job.tiling, size)
         file = footage_of(path, job.name)
         return Piece(file, size, tiling, frames=frames, place=job.place)
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from fractions import Fraction
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +65,27 @@ def test_positions_equal_diffusers_bitwise(fps, frames, num_audio, motion):
     expected = audio.prepare_audio_coords(1, num_audio, "cpu").numpy()[0]
     np.testing.assert_array_equal(latents.audio_positions(g), expected)
     assert latents.video_positions(g).dtype == latents.audio_positions(g).dtype == np.float32
+
+
+@pytest.mark.parametrize("frames, index", [(1, 2), (2, 1), (4, 3)])
+def test_positions_of_a_clip_at_a_later_frame_equal_diffusers_bitwise(frames, index):
+    from diffusers import LTX2ConditionPipeline as Pipeline
+
+    g, frame = geometry(frames=9, fps=NTSC), 8 * index - 7
+    factors = {"vae_temporal_compression_ratio": 8, "vae_spatial_compression_ratio": 32}
+    patches = dict.fromkeys(
+        ("transformer_spatial_patch_size", "transformer_temporal_patch_size"), 1
+    )
+    expected = Pipeline._prepare_keyframe_coords(
+        SimpleNamespace(**factors, **patches), frames, g.rows, g.columns, frame, 8 * frames - 7,
+        float(NTSC), "cpu",
+    )[0].numpy()  # fmt: skip
+    np.testing.assert_array_equal(latents.keyframe_positions(g, frame, frames), expected)
+
+
+def test_a_clip_beside_frame_0_is_where_the_first_latents_are():
+    g = geometry(frames=3)
+    np.testing.assert_array_equal(latents.keyframe_positions(g, 0, 3), latents.video_positions(g))
 
 
 def test_a_keyframe_lasts_one_pixel_frame_where_it_was_put():

@@ -98,14 +98,14 @@ def test_guided_pipelines_on_distilled_weights_agree(on_both, images, film, name
     assert relative_l2(plain[last][-1], found[last][-1]) > 1e-4
 
 
-def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
-    """Half as many rows, columns and frames, weighed by a number and a mask, after an image."""
+def test_ic_lora_with_coarse_references(sessions, film, tmp_path):
+    """Half as many rows, columns and frames, weighed by a number and a mask, after a clip."""
     own = sessions["cuda"].checkpoint.distilled_lora()
     lora = lora_with(own, tmp_path / "ic.safetensors", downscale=2, stride=2)
     video, mask = movie(tmp_path / "a.mov", 17), movie(tmp_path / "mask.mov", 17, (128, 64))
     options = {"loras": (LoraSpec(lora, 0.8),), "distilled_lora": NO_LORA}
     clip = {"seed": 3, "num_frames": 17, "width": 256, "height": 128, "image_crf": 0}
-    clip |= {"images": (parse_image(f"{images[0]}:9:0.9"),)}
+    clip |= {"images": (parse_image(f"{film}:1:0.9"),)}
     clip |= {"video_conditioning": (ReferenceSpec(video, 0.9), ReferenceSpec(video))}
     weights = {"conditioning_attention_strength": 0.6, "conditioning_attention_mask": mask}
     with pytest.MonkeyPatch.context() as patch:
@@ -113,7 +113,7 @@ def test_ic_lora_with_coarse_references(sessions, images, tmp_path):
             patch.setattr(session, "options", replace(session.options, **options))
         found = assert_agree(sessions, "ic-lora", skip_stage_2=True, **clip, **weights)
     assert found["reference.1"].shape == (1, 128, 2, 1, 2)
-    assert found["stage1.video.steps"].shape == (8, 24 + 8 + 2 * 4, 128)
+    assert found["stage1.video.steps"].shape == (8, 24 + 2 * 8 + 2 * 4, 128)
 
 
 def test_text_to_audio_computes_no_video(sessions):

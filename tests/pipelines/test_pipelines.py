@@ -144,7 +144,7 @@ class Around(Group):
         if self.level > clip.num_frames:
             raise InputError("--level: too large")
 
-    def stages(self, clip, name, geometry):
+    def stages(self, clip, name, geometry, tiling):
         before, after = (Text((f"{word} {name} {self.level}",)) for word in ("before", "after"))
         return Added({"eta": self.level}, before=(before,), after=(after,))
 

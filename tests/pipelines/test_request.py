@@ -6,6 +6,7 @@ from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from hypothesis import given
@@ -263,6 +264,46 @@ def test_the_first_image_decides_the_size(
     assert all(("leave --width" in note) == ("width" in sides) for note in notes)
     bare = resolve(make_request("two-stage", prompt="a cat", width=512), model())
     assert (bare.width, bare.height) == (512, 320)  # the usual shape, in multiples of 64
+
+
+def test_a_clip_guides_from_its_frame_on(film):
+    """It decides the size, no language model sees it, and 8k + 1 of its frames fit."""
+    request = make_request("one-stage", prompt="a cat", image=[f"{film}:4:0.5"], num_frames=17)
+    clip = resolve(request, model())
+    assert clip.width == clip.height and request.first_image is None
+    (given,) = clip[Images].stages(clip, "stage1", clip.geometry(model()), "auto").given
+    assert {call.sizes[:3] for call in given.needs(model())} == {(1, 3, 9)}
+    assert given.source.footage.taken == range(9) and given.blank().mask == 0.5
+    with refused("is no EXR file"):
+        replace(request, hdr="ACESCG").check()
+
+
+def test_a_clip_is_told_from_pictures(film, tmp_path, monkeypatch):
+    """Also one of unknown length; files of text, damaged pictures and photos of a kind that Pillow
+    does not read here are none."""
+    live = tmp_path / "live.mkv"
+    how = {"format": "matroska", "options": {"live": "1"}}
+    with av.open(film) as source, av.open(live, "w", **how) as made:
+        stream = made.add_stream_from_template(source.streams.video[0])
+        for packet in source.demux(source.streams.video[0]):
+            if packet.dts is not None:
+                packet.stream = stream
+                made.mux(packet)
+    with av.open(live) as container:
+        assert container.duration is None
+    assert parse_image(f"{live}:1").moves
+    photo = tmp_path / "photo.avif"
+    Image.new("RGB", (64, 64)).save(photo)
+    for name, data in {
+        "a.txt": b"\x1b[31mtext\n" * 99,
+        "b.png": b"\x89PNG\r\n\x1a\n" * 9,
+        "c.mp4": b"",
+        "d.jpg": b"\xff\xd8\xff\xe0" + bytes(99),
+    }.items():
+        (tmp_path / name).write_bytes(data)
+        assert not parse_image(f"{tmp_path / name}:1").moves
+    monkeypatch.setattr("ltx2rt.media.video.readable", lambda path: False)
+    assert not parse_image(photo).moves and parse_image(film).moves
 
 
 def test_malformed_specs_are_refused():

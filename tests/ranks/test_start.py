@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from ltx2rt.backend import get_backend
 from ltx2rt.media.mp4 import write_mp4
+from ltx2rt.models.geometry import Geometry
 from ltx2rt.ranks import start as launcher
 from ltx2rt.session.call import Call
 from ltx2rt.session.options import ModelOptions
@@ -34,7 +35,9 @@ def test_two_ranks_give_one_clip_and_tiles_decode_as_on_one_device(flags, model,
     backend = get_backend("cuda", "cpu")
     session = Session(open_checkpoint(model), backend, ModelOptions("cuda", model), "float32")
     latent = load_file(latents)["video_latent"]
-    tiling = plan_tiles("auto", latent.shape[2:], session.config.video_vae)
+    rows, columns = (32 * n for n in latent.shape[3:])
+    size = Geometry.of(session.config, columns, rows, 161, Fraction(48))
+    tiling = plan_tiles("auto", size)
     assert len(tiling.frames) == 3
     tiles = tile_latents(latent, tiling)
     calls = ((Call("video-decoder", tile.shape), {"latent": tile}) for tile in tiles)

@@ -36,6 +36,16 @@ def test_a_later_image_appends_tokens_and_the_first_frame_is_replaced():
     np.testing.assert_array_equal(state.positions[:, 18:], keyframe_positions(G, 9))
 
 
+def test_a_clip_replaces_the_first_latents_or_is_appended_whole():
+    clip = random(1, 16, 2, 2, 3)
+    tokens = [image_tokens(G, clip, 0, 0.75), image_tokens(G, clip, 1, 0.25)]
+    state = video_state(G, tokens)
+    np.testing.assert_array_equal(state.clean[:, :12], pack_video(clip))
+    np.testing.assert_array_equal(state.clean[:, 18:], pack_video(clip))
+    assert state.mask[0, :, 0].tolist() == [0.25] * 12 + [1] * 6 + [0.75] * 12
+    np.testing.assert_array_equal(state.positions[:, 18:], keyframe_positions(G, 1, 2))
+
+
 def test_tokens_of_keyframes_are_the_first_latents_and_those_that_are_generated():
     frame, image = random(1, 16, 1, 2, 3), image_tokens(G, random(1, 16, 1, 2, 3), 9, 0.25)
     slot = Tokens(pack_video(frame), np.float32(1), keyframe_positions(G, 9), slot=9)

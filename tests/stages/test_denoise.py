@@ -8,6 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
+from ltx2rt.media.video import read_frames
 from ltx2rt.stages.schedule import STAGE2_SIGMAS, shifted_sigmas
 from tests.parity import relative_l2
 
@@ -91,7 +92,8 @@ def normalised(vae, latent: torch.Tensor) -> torch.Tensor:
 
 def diffusers_two_stage(cls, folder, noise, monkeypatch, images=(), dtype=torch.float32):
     """Latents after every step of both stages, the normalised upsampled latent, the waveform.
-    noise: `stage1.video`, ... in our packed order. images: (PIL image, pixel frame, strength)."""
+    noise: `stage1.video`, ... in our packed order. images: (PIL image or list of
+    them, pixel frame, strength)."""
     from diffusers import FlowMatchEulerDiscreteScheduler, LTX2LatentUpsamplePipeline
     from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
     from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
@@ -187,22 +189,27 @@ def noise_of(latents: dict) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("generation, strengths", [
     pytest.param("2.0", (), marks=pytest.mark.long),
     pytest.param("2.3", (), marks=pytest.mark.long),
-    pytest.param("2.0", (1.0, 1.0), marks=pytest.mark.long),
-    ("2.3", (0.8, 0.6)),
+    pytest.param("2.0", (0.9, 1.0), marks=pytest.mark.long),
+    pytest.param("2.0", (1.0, 1.0, 1.0), marks=pytest.mark.long),
+    ("2.3", (0.8, 0.6, 0.7)),
 ])  # fmt: skip
-def test_a_clip_equals_diffusers(generation, strengths, tiny, generate, images, monkeypatch):
-    """Of text; with frame 0 replaced and a later frame appended, in slow motion: kept whole, and in
-    part."""
+def test_a_clip_equals_diffusers(generation, strengths, tiny, generate, images, film, monkeypatch):
+    """Of text; in slow motion, with frame 0 replaced, and a later frame and a clip of 17 frames
+    appended, of which 9 fit: kept whole, and in part; with the clip in place of the first latents."""
     from diffusers import LTX2ConditionPipeline, LTX2Pipeline
 
     folder = tiny(f"tiny-{generation}", "diffusers")
-    places = list(zip(images, (0, 9), strengths, strict=False))
+    files, frames = (
+        ((film, images[0]), (0, 9)) if len(strengths) == 2 else ((*images, film), (0, 9, 1))
+    )
+    places = list(zip(files, frames, strengths, strict=False))
     given = [f"{path}:{frame}:{strength}" for path, frame, strength in places]
     given = ["--motion-speed", str(SLOWLY), "--image", *given] if given else []
     found = ours(generate, folder, *given)
     if not given and generation == "2.3":  # 2.0's vocoder ends in a tanh
         assert (np.abs(found["waveform"]) == 1).mean() > 0.002, "it is not driven past its clamp"
-    conditions = [(Image.open(path), *where) for path, *where in places]
+    shown = [*map(Image.fromarray, read_frames(film, "", 17))]
+    conditions = [(shown if path == film else Image.open(path), *at) for path, *at in places]
     cls = LTX2ConditionPipeline if given else LTX2Pipeline
     expected = diffusers_two_stage(cls, folder, noise_of(found), monkeypatch, conditions)
     assert_close(found, expected)

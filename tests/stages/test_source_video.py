@@ -61,7 +61,7 @@ def source(session, file, num_frames=NUM_FRAMES, tiles="off", **how):
     """The stage of a clip of so many frames."""
     g = Geometry.of(session.config, WIDTH, HEIGHT, num_frames, 24)
     if isinstance(tiles, str):
-        tiles = plan_encoder_tiles(tiles, (g.frames, g.rows, g.columns), session.config.video_vae)
+        tiles = plan_encoder_tiles(tiles, g)
     return SourceVideo(Footage.read(file, "--video-path"), g, tiles, **how)
 
 
@@ -106,8 +106,8 @@ def test_tiles_blend_in_latents_as_the_reference_does(session, file, vae):
 
 def test_official_tiles_of_a_large_source(session):
     """768 px that share 64 and 80 frames that share 24, alike along rows and columns."""
-    vae = session.config.video_vae
-    tiling = plan_encoder_tiles("auto", (16, 34, 60), vae)
+    large = Geometry.of(session.config, 1920, 1088, 121, 24)
+    tiling = plan_encoder_tiles("auto", large)
     axes = tiling.frames, tiling.rows, tiling.columns
     ranges = [[(s.start, s.stop) for s in spans] for spans in axes]
     assert ranges == [[(0, 10), (6, 16)], [(0, 24), (22, 34)], [(0, 24), (22, 46), (44, 60)]]
@@ -117,9 +117,8 @@ def test_official_tiles_of_a_large_source(session):
             assert len(span.weights) == span.stop - span.start
             total[span.positions] += span.weights
         np.testing.assert_allclose(total, 1, atol=1e-6)
-    off = plan_encoder_tiles("off", (16, 34, 60), vae)
+    off = plan_encoder_tiles("off", large)
     assert all(len(spans) == 1 for spans in vars(off).values())
-    large = Geometry.of(session.config, 1920, 1088, 121, 24)
     calls = list(SourceVideo("x", large, tiling).needs(session.config))
     assert sum(call.times for call in calls) == 12 and len(calls) == 4  # shapes
     assert calls[0].sizes == (1, 3, 73, 768, 768) and calls[0].times == 4

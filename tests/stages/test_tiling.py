@@ -1,13 +1,14 @@
 """Tiles cover, blend to one, stay aligned in time, and leave in order."""
 
 import itertools
+from fractions import Fraction
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ltx2rt.config import VaeStage, VideoVaeConfig
+from ltx2rt.models.geometry import Geometry
 from ltx2rt.stages.tiling import (
     Tiling,
     blend_tiles,
@@ -19,13 +20,11 @@ from ltx2rt.stages.tiling import (
 )
 from tests.conftest import normal
 
-STRIDES = ((1, 2, 2), (2, 1, 1), (2, 2, 2), (2, 2, 2))
-CONFIG = VideoVaeConfig(
-    latent_channels=16, patch_size=4,
-    encoder=tuple(VaeStage("sample", 16, 16, stride=s) for s in STRIDES), decoder=(),
-    encoder_padding="zeros", decoder_padding="zeros", encoder_causal=True, decoder_causal=False,
-)  # fmt: skip
 TIME, SPACE = 4, 2  # the local decoder's factors
+
+
+def latents(frames, rows, columns):
+    return Geometry(frames, rows, columns, 16, 8, 32, Fraction(24), 1, 8, 16, 4, 160, 16000)
 
 
 def ranges(spans):
@@ -39,7 +38,7 @@ def ranges(spans):
     (704, 1280, [(0, 24), (22, 40)], [(0, 13), (11, 22)]),
 ])  # fmt: skip
 def test_official_layouts_of_121_frames(width, height, rows, columns):
-    tiling = plan_tiles("auto", (16, height // 32, width // 32), CONFIG)
+    tiling = plan_tiles("auto", latents(16, height // 32, width // 32))
     assert ranges(tiling.frames) == [(0, 10), (6, 16)]
     assert ranges(tiling.rows) == rows
     assert ranges(tiling.columns) == columns
@@ -52,7 +51,7 @@ def tile_shapes(tiling):
 
 
 def test_off_is_one_tile():
-    tiling = plan_tiles("off", (16, 34, 60), CONFIG)
+    tiling = plan_tiles("off", latents(16, 34, 60))
     assert tile_shapes(tiling) == {(16, 34, 60)}
     assert all((s.weights == 1).all() for (s,) in (tiling.frames, tiling.rows, tiling.columns))
 
@@ -154,7 +153,7 @@ def test_frames_leave_before_later_tiles_are_decoded():
 
 
 def test_a_tile_of_all_rows_and_columns_is_not_copied():
-    tiling = plan_tiles("auto", (16, 4, 6), CONFIG)
+    tiling = plan_tiles("auto", latents(16, 4, 6))
     shapes = [(1, 3, len(t.weights), 128, 192) for t in tiling.frames]
     tiles = [np.ones(shape, np.float32) for shape in shapes]
     chunks = list(blend_tiles(iter(tiles), tiling))
@@ -162,6 +161,6 @@ def test_a_tile_of_all_rows_and_columns_is_not_copied():
 
 
 def test_a_tile_of_the_wrong_shape_is_refused():
-    tiling = plan_tiles("off", (2, 2, 2), CONFIG)
+    tiling = plan_tiles("off", latents(2, 2, 2))
     with pytest.raises(AssertionError, match=r"expected \(1, 3, 9, 64, 64\)"):
         next(decode_tiles(np.zeros((1, 3, 2, 2, 2), np.float32), tiling, local_decode))

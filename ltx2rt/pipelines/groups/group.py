@@ -77,8 +77,8 @@ class Group:
         """Sentences for the user before a clip is made."""
         return iter(())
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
-        """Return additions to the denoising stage `name`."""
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
+        """Return additions to the denoising stage `name`. tiling: mode of `plan_encoder_tiles`."""
         return Added()
 
     def whole_sound(self, clip: Clip, model: ModelConfig) -> SourceSound | None:

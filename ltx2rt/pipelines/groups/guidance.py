@@ -193,7 +193,7 @@ class Nag(Group):
                 "distilled; leave it out: guidance obeys --negative-prompt"
             )
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         return Added({"nag": self.nag})
 
     def negates(self, request: Request) -> bool:

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import INPUTS, flags_of
-from ltx2rt.media.hdr import SPACES, TRANSFERS, image_px, is_exr
+from ltx2rt.media.hdr import SPACES, TRANSFERS, is_exr
 from ltx2rt.media.images import notes
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.pipelines.groups.group import Added, Group, refuse_in_segments
 from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.session.options import as_number, from_tuple
-from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, slot_frames
+from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, Still, slot_frames
+from ltx2rt.stages.references import guide
 
 if TYPE_CHECKING:
     from ltx2rt.pipelines.clip import Clip, Draft
@@ -98,8 +99,8 @@ class Images(Group):
 
     images: tuple[ImageSpec, ...] = flag(
         (),
-        "images that frames follow; FRAME: 0 unless given, a number, last, -1, 2.5s or 50%; STRENGTH: "
-        "1.0 unless given",
+        "images, or clips from FRAME on, that frames follow; FRAME: 0 unless given, a number, last, -1, "
+        "2.5s or 50%; STRENGTH: 1.0 unless given",
         parse_image,
         name="--image",
         metavar="FILE[:FRAME[:STRENGTH]]",
@@ -171,23 +172,24 @@ class Images(Group):
         for image in self.images:
             if image.latent:
                 continue
-            yield from () if clip.hdr else notes(image.path)
-            found = image_px(image.path)
-            shares = [side / px for side, px in zip(sides.values(), found, strict=True)]
+            yield from () if clip.hdr or image.moves else notes(image.path)
+            shares = [side / px for side, px in zip(sides.values(), image.size_px, strict=True)]
             for side, share in zip(sides, shares, strict=True):
                 if (cut := 1 - share / max(shares)) > MAX_CUT:
                     yield f"{image.path.name}: {100 * cut:.0f} % of its {side} is cut{advice}"
             advice = ""
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         space = clip.hdr.space if clip.hdr else None
-        images = tuple(
-            LatentImage(spec, geometry, self.latents_in, name, append=self.append)
-            if spec.latent and self.latents_in
-            else Image(spec, geometry, self.image_crf or 0, space, append=self.append)
-            for spec in clip.images
-        )
-        return Added(given=images)
+        images, how = list[Still](), {"append": self.append}
+        for spec in clip.images:
+            if spec.latent and self.latents_in:
+                images.append(LatentImage(spec, geometry, self.latents_in, name, **how))
+            elif spec.moves:
+                images += guide(spec, geometry, tiling, **how)
+            else:
+                images.append(Image(spec, geometry, self.image_crf or 0, space, **how))
+        return Added(given=tuple(images))
 
 
 @dataclass(frozen=True)
@@ -239,7 +241,7 @@ class GeneratedKeyframes(Group):
                 f"({model.release.dev}) would add it"
             )
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         if name != "stage1":
             return Added()
         frames = slot_frames(clip.num_frames, self.num_generated_keyframes)

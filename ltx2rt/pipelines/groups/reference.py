@@ -137,7 +137,7 @@ class ReferenceClip(Learnt, SourceClip):
         if footage.resize and (footage.resize.keeps_shape or footage.resize.how == "crop"):
             footage = replace(footage, resize=None)  # it is scaled once, in float
         return reference(
-            footage, self.reference_strength, geometry, model, factors, tiling, number,
+            footage, self.reference_strength, geometry, factors, tiling, number,
             inset=inset, whole=pixel_frames(geometry.frames, geometry.time_factor),
         )  # fmt: skip
 
@@ -158,7 +158,6 @@ def reference(
     footage: Footage,
     strength: float,
     clip: Geometry,
-    model: ModelConfig,
     factors: tuple[int, int],
     tiling: str,
     number: int = 0,
@@ -174,6 +173,5 @@ def reference(
     frames = latent_frames(usable_frames(found, clip.time_factor, stride), clip.time_factor)
     rows, columns = (-(-n // downscale) for n in (clip.rows, clip.columns))
     own = replace(clip, frames=frames, rows=rows, columns=columns)
-    tiles = plan_encoder_tiles(tiling, (frames, rows, columns), model.video_vae)
-    source = SourceVideo(footage, own, tiles, stride, **how)
+    source = SourceVideo(footage, own, plan_encoder_tiles(tiling, own), stride, **how)
     return Reference(source, clip, number, strength, downscale, attention, mask)

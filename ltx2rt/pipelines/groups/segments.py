@@ -328,12 +328,17 @@ class Segments(Group):
         return [*stages, JoinSegments(parts, sound)]
 
     def segment(self, i: int, clip: Clip) -> Clip:
-        """Segment i as a clip, with the images at its new frames."""
+        """Segment i as a clip, with the images at its new frames, and the rest of a given clip."""
         assert clip.segments, "the clip is in segments"
         spans, prompts = clip.segments.spans, (clip.prompt, *self.segment_prompts)
         start, end = spans[i].start, spans[i].stop
         new = range(start if i == 0 else spans[i - 1].stop, end)
-        images = (image for image in clip.images if image.frame in new)
+        images = [
+            replace(image, frame=at - start, first=at - image.frame)
+            for image in clip.images
+            for at in [max(image.frame, new.start)]
+            if image.frame in new or (image.frame < new.start and image.moves)
+        ]
         seeds = {seed.segment: seed.seed for seed in self.segment_seeds}
         seed = seeds.get(i + 1, segment_seed(clip.seeds[0], i))
         return replace(
@@ -341,7 +346,7 @@ class Segments(Group):
             segments=None,
             num_frames=end - start,
             source=clip.source and replace(clip.source, window=spans[i]),
-            images=tuple(replace(image, frame=image.frame - start) for image in images),
+            images=tuple(images),
             prompt=prompts[min(i, len(prompts) - 1)],
             seeds=range(seed, seed + 1),
             prefix=f"segment{i + 1}.",
@@ -383,8 +388,8 @@ def continued(
     for stage in stages:
         if isinstance(stage, Denoise) and "video" not in stage.frozen:
             size, tiling = stage.geometry, options.vae_tiling
-            tail = ends(size, before, None, overlap, 0, tiling, model, inset)
-            guide = [leading(size, *anchor, tiling, model, inset)] if anchor else []
+            tail = ends(size, before, None, overlap, 0, tiling, inset)
+            guide = [leading(size, *anchor, tiling, inset)] if anchor else []
             stage = replace(stage, given=(*stage.given, *tail, *guide))
             yield GivenLatents(stage.name, stage.given)
         if isinstance(stage, Denoise) and "audio" not in stage.frozen:

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import product
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import CLIP, flags_of, parse_seconds, setting
-from ltx2rt.media.hdr import image_px
 from ltx2rt.pipelines.groups.group import Group, refuse_beside
 from ltx2rt.stages.duration import NO_LENGTH, chooses_length, longest
 
@@ -166,9 +164,9 @@ class Size(Pixels):
         """Both sides as they are asked for, or follow from the header of the first image, unless
         some images are latents, which have a size. Raises InputError."""
         unit = model.video_vae.space_factor * request.factor(model).numerator * self.multiple
-        first = request.images[0].path if request.images else Path()
-        follows = first.is_file() and not any(image.latent for image in request.images)
-        sides = self.filled(unit, image_px(first) if follows else None)
+        images = request.images
+        follows = images and images[0].path.is_file() and not any(one.latent for one in images)
+        sides = self.filled(unit, images[0].size_px if follows else None)
         if self.half_size:
             sides = {side: max(px // 4 * 2, self.least) for side, px in sides.items()}
         return sides

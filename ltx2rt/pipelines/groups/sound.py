@@ -78,7 +78,7 @@ class SoundFrom(Group):
         if not self.audio_from:
             draft.fill(audio_from="stage1")
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         return Added({"sound": name == self.audio_from})
 
 
@@ -108,7 +108,7 @@ class SoundToFollow(Group):
                 "it out"
             )
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         if not (spec := self.audio_conditioning):
             return Added()
         before = self.audio_conditioning_at == "before"
@@ -138,7 +138,7 @@ class Voice(Group):
                 f"{VOICE}; run it for each seed"
             )
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         if not self.voice:
             return Added()
         if name != "stage1":

@@ -178,7 +178,7 @@ class SourceClip(Duration):
     ) -> Any:  # fmt: skip
         """The frames that the model sees. kind: of the stage; how: more of its fields."""
         full = clip.geometry(model)
-        tiles = plan_encoder_tiles(options.vae_tiling, full.grid, model.video_vae)
+        tiles = plan_encoder_tiles(options.vae_tiling, full)
         return kind(clip.given, full, tiles, inset=clip.inset(model), **how)
 
     def sound(self, clip: Clip, model: ModelConfig, **how: Any) -> SourceSound:

@@ -129,7 +129,7 @@ class Sigmas(Group):
                 )
             draft.fill(steps=len(own) - 1)
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         own = levels(clip.request, name)
         return Added() if own is None else Added({"sigmas": own})
 

@@ -115,5 +115,5 @@ class PromptsByTime(Group):
         for span in self.prompt_at:
             span.check(float(clip.num_frames / clip.fps))
 
-    def stages(self, clip: Clip, name: str, geometry: Geometry) -> Added:
+    def stages(self, clip: Clip, name: str, geometry: Geometry, tiling: str) -> Added:
         return Added({"relay": clip.relay})

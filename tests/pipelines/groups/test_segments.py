@@ -28,6 +28,7 @@ from ltx2rt.models import vocoder
 from ltx2rt.models.geometry import pack_audio, pack_video, unpack_video
 from ltx2rt.pipelines import groups, make_request
 from ltx2rt.pipelines.clip import resolve
+from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.segments import segment_seed
 from ltx2rt.placement.plan import peak
 from ltx2rt.run.files import Marks
@@ -44,6 +45,7 @@ from ltx2rt.stages.sound import vocode
 from ltx2rt.weights.files import write_arrays
 from tests.conftest import refused
 from tests.parity import relative_l2
+from tests.pipelines.test_ic_lora import movie
 
 SIZE = {"width": 64, "height": 64, "num_frames": 25, "overlap": 9, "seed": 3}
 
@@ -221,6 +223,16 @@ def test_images_go_to_the_segment_that_they_are_new_in(opened, tmp_path):
     for part, frames in enumerate(([0], [], [41 - 32])):
         own = full[groups.Segments].segment(part, full).images
         assert [image.frame for image in own] == frames
+    film = movie(tmp_path / "film.mov", 45)
+    full = resolve(asked(tmp_path, images=[(film, 3)]), opened.resident.config)
+    taken = []
+    for part in range(3):
+        own = full[groups.Segments].segment(part, full)
+        given = (
+            own[Images].stages(own, "stage1", own.geometry(opened.resident.config), "auto").given
+        )
+        taken.append([(g.spec.frame, g.source.footage.taken) for g in given])
+    assert taken == [[(3, range(17))], [(9, range(22, 31))], [(9, range(38, 45 - 6))]]
     last = asked(tmp_path, images=[(tmp_path / "a.png", 57)])
     with refused(r"frame 57 of .*, but the clip has frames 0 to 56"):
         resolve(last, opened.resident.config)
