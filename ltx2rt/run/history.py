@@ -61,8 +61,7 @@ def planned_s(session: Session, plan: Plan) -> float | None:
     info = session.backend.device()
     if (kind := known_kind(info.kind, info.name, info.total_bytes)) is None:
         return None
-    steps_s = sum(c.steps * c.time_s(kind.loaded()) for c in session.memory.costs(plan.stages))
-    return steps_s + session.memory.outside_s(plan.stages, kind.loaded())
+    return session.memory.request_s(plan.stages, kind.loaded())
 
 
 def of_draft(session: Session, plan: Plan, draft: Request | None) -> str:

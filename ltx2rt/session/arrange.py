@@ -114,24 +114,25 @@ def choose(
     estimator: Estimator | None = None,
 ) -> Choice | None:
     """The mesh of a run of these stages; None if nothing of it is split. estimator: of the same
-    options, on another number of devices. The time includes reloading weights that do not stay on
-    the devices. Where no mesh fits, the one of the least weights. Raises InputError if none splits
-    the run, in the words of the profile's own mesh."""
+    options, on another number of devices. Meshes that fit are tried from the fastest steps on, each
+    with fewer weights on a device, until one keeps them all; of these the one of the shortest
+    request, with loads of weights that do not stay. Where no mesh fits, the one of the least
+    weights. Raises InputError if none splits the run, in the words of the profile's own mesh."""
     budget = DatasheetBackend(kind, {}).device().room_bytes(options.max_memory)
     if estimator is None:
         estimator = Estimator(Session(checkpoint, DatasheetBackend(kind, {}), options), kind)
     ranked = arrangements(estimator, devices, stages)
     left, found = ranked, []
-    while left and not (found and left[0].time_s >= min(time_s for time_s, _, _ in found)):
+    while left and left[0].time_s < min((time_s for time_s, _, _ in found), default=math.inf):
         one = left[0]
         session = Session(checkpoint, DatasheetBackend(kind, one.mesh), options)
         session.adopt(estimator.session)
         left = [other for other in left if other.read_bytes < one.read_bytes]
-        fits = session.memory.fit(stages, budget)
+        own = [stage.within(session) for stage in stages]
+        fits = session.memory.fit(own, budget)
         if fits or not (left or found):
-            reload_s = session.memory.reload_s(stages, kind) if fits else 0.0
-            found.append((one.time_s + reload_s, one, session))
-            if not reload_s:
+            found.append((session.memory.request_s(own, kind.loaded()), one, session))
+            if not (fits and session.memory.reload_s(own, kind)):
                 break
     if not found:
         return None
@@ -179,10 +180,12 @@ def _meshes(devices: int, branches: int) -> Iterator[dict[str, int]]:
 
 
 class Estimator:
-    """The cost of one denoise step on one device of a mesh; graphs are traced and shared once."""
+    """The cost of one denoise step on one device of a mesh; graphs are traced and shared once. Rates
+    are the data sheet's, but for those that the compiler's code has given."""
 
     def __init__(self, session: Session, kind: DeviceKind):
-        self.session, self.kind = session, kind
+        compiled = kind.sustained is not None and kind.sustained.compiled
+        self.session, self.kind = session, kind.loaded() if compiled else kind
         self._shared: dict[Any, Graph] = {}
         self._costs: dict[Any, StageCost] = {}
 

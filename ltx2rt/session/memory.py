@@ -49,6 +49,7 @@ class Needing(Protocol):
 
     def needs(self, model: ModelConfig) -> Iterator[Call]: ...
     def holds(self, model: ModelConfig) -> int: ...
+    def within(self, session: Session) -> Needing: ...
 
 
 class Memory:
@@ -226,6 +227,11 @@ class Memory:
             for call in calls.values()
         )
         return loaded / kind.host_bytes_per_s
+
+    def request_s(self, stages: Sequence[Needing], kind: DeviceKind) -> float:
+        """Seconds of a whole request."""
+        steps_s = sum(c.steps * c.time_s(kind) for c in self.costs(stages))
+        return steps_s + self.outside_s(stages, kind)
 
     def outside_s(self, stages: Sequence[Needing], kind: DeviceKind) -> float:
         """Seconds of a request outside of its stages: loads of sets, and the host's work."""
