@@ -265,6 +265,6 @@ class Peer:
 
 def guidance(stage: Denoise) -> dict[str, Any]:
     """A stage's guidance as diffusers' arguments."""
-    rows = zip(("", "audio_"), stage.guidance.tolist(), strict=True)
+    rows = zip(("", "audio_"), stage.guidance[0].tolist(), strict=True)
     scales = {prefix + name: row[column] for prefix, row in rows for name, column in SCALES.items()}
     return scales | {"spatio_temporal_guidance_blocks": list(stage.stg_blocks)}

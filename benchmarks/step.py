@@ -259,7 +259,7 @@ class Guided:
             feeds[f"{m}_context"] = standard_normal(
                 0, f"context.{m}", self.graph.inputs[f"{m}_context"].type.shape
             )
-        self.feeds = feeds | {"guidance": stage.guidance}
+        self.feeds = feeds | {"guidance": stage.guidance[0]}
 
     def ours(self, session: Session) -> Callable[[], dict[str, Any]]:
         start = {f"{m}_latent": x for m, x in self.start.items()}
@@ -319,7 +319,7 @@ class Guided:
         timesteps = torch.from_numpy(self.sigmas * np.float32(self.config.timestep_scale)).to(
             device
         )
-        scales = dict(zip(("video", "audio"), self.stage.guidance.tolist(), strict=True))
+        scales = dict(zip(("video", "audio"), self.stage.guidance[0].tolist(), strict=True))
         blocks, branches = list(self.stage.stg_blocks), self.stage.branches
 
         def velocities(

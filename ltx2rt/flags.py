@@ -96,7 +96,7 @@ class Flag:
     bare: str | None = None
     file: str | None = None
     kept: bool = False
-    json: str | None = None
+    json: str | list[str] | None = None
     asks: str | None = None
     typed: bool = True
     common: str | None = None

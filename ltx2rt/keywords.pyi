@@ -7,16 +7,16 @@ from typing import Any, TypedDict
 class ClipKeywords(TypedDict, total=False):
     anchor: float
     audio: bool
-    audio_cfg: float
+    audio_cfg: Any
     audio_conditioning: Any
     audio_conditioning_at: str
     audio_from: str | None
     audio_max_duration: Any
-    audio_modality: float
+    audio_modality: Any
     audio_path: Any
-    audio_rescale: float
+    audio_rescale: Any
     audio_start_time: Any
-    audio_stg: float
+    audio_stg: Any
     audio_track: int | None
     auto_duration: Any
     before: bool
@@ -96,12 +96,12 @@ class ClipKeywords(TypedDict, total=False):
     temporal_upsample_rounds: int
     upscale: Any
     video: Any
-    video_cfg: float
+    video_cfg: Any
     video_conditioning: Any
-    video_modality: float
+    video_modality: Any
     video_path: Any
-    video_rescale: float
-    video_stg: float
+    video_rescale: Any
+    video_stg: Any
     video_track: int | None
     voice: Any
     voice_guidance: float

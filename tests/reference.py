@@ -236,7 +236,7 @@ def positions_of(geometry) -> dict[str, np.ndarray]:
 
 def guiding(clip) -> dict[str, object]:
     """How `euler_steps` guides the steps of a clip."""
-    return {"guidance": clip.guiding.guidance, "blocks": clip.guiding.stg_blocks}
+    return {"guidance": clip.guiding.guidance[0], "blocks": clip.guiding.stg_blocks}
 
 
 def noised(record, stage, masks, clean, sigma=1.0, starts=None) -> dict[str, np.ndarray]:

@@ -68,8 +68,8 @@ class Branches:
 
     @classmethod
     def of(cls, guidance: np.ndarray) -> Branches:
-        """The branches that `guidance` [2, 4] needs: not neutral for some modality."""
-        g = np.asarray(guidance, np.float32)
+        """The branches that `guidance` [..., 4] needs: not neutral in some row."""
+        g = np.asarray(guidance, np.float32).reshape(-1, 4)
         return cls(
             uncond=not np.allclose(g[:, CFG], 1),
             perturbed=not np.allclose(g[:, STG], 0),

@@ -57,7 +57,7 @@ def text(clip: Clip) -> list[Stage]:
 
 def guiding(clip: Clip) -> dict[str, Any]:
     """Fields of the first stage if it is guided."""
-    return clip.guiding.fields if clip.guiding else {}
+    return vars(clip.guiding) if clip.guiding else {}
 
 
 def freshening(clip: Clip, model: ModelConfig) -> dict[str, Any]:

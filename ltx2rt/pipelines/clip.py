@@ -20,6 +20,7 @@ from ltx2rt.media.hdr import HighRange
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.pipelines.groups.group import Group
+from ltx2rt.pipelines.groups.guidance import Scales
 from ltx2rt.pipelines.groups.segments import SegmentPlan, Segments
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import ImageSpec
@@ -40,19 +41,13 @@ G = TypeVar("G", bound=Group)
 
 @dataclass(frozen=True)
 class Guiding:
-    """How the first stage is guided. guidance: f32[2, 4], rows video and audio, columns cfg, stg,
-    modality, rescale."""
+    """How the first stage is guided. guidance, levels: as of `Scales`."""
 
-    steps: int
     guidance: np.ndarray = field(compare=False)
     stg_blocks: tuple[int | str, ...]
     plan: StepPlan | None
     interval: tuple[float, float] | None
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """Fields of a denoising stage."""
-        return {name: value for name, value in vars(self).items() if name != "steps"}
+    levels: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -159,7 +154,7 @@ class Clip:
     @property
     def schedule(self) -> np.ndarray:
         """f32[steps + 1], the noise levels of the first stage."""
-        return shifted_sigmas(self.guiding.steps) if self.guiding else DISTILLED_SIGMAS
+        return shifted_sigmas(self.request.steps) if self.guiding else DISTILLED_SIGMAS
 
     def geometry(self, model: ModelConfig, scale: Fraction | int = 1) -> Geometry:
         """The latent grid of the clip at 1/scale of its width and height, rounded up."""
@@ -225,9 +220,7 @@ class Draft:
     sound: str | None = None
     segments: SegmentPlan | None = None
     hdr: HighRange | None = None
-    guidance: np.ndarray | None = None
     plan: StepPlan | None = None
-    interval: tuple[float, float] | None = None
 
     def fill(self, **flags: Any) -> None:
         """Set values of flags."""
@@ -246,8 +239,9 @@ class Draft:
     def clip(self) -> Clip:
         """The clip, once all is filled."""
         r, guiding = self.request, None
-        if self.guidance is not None:
-            guiding = Guiding(r.steps, self.guidance, r.stg_blocks, self.plan, self.interval)
+        if r.is_guided:
+            own = r[Scales]
+            guiding = Guiding(own.scales, r.stg_blocks, self.plan, r.guidance_interval, own.levels)
         return Clip(
             asked=self.asked,
             request=r,

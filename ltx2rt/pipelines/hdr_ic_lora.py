@@ -79,8 +79,8 @@ class HdrICLora(Request):
                 f"--high-quality: {frames} frames, each of {self.video_path} twice, are {seconds:.2f} s at "
                 f"its rate, the model's limit is {limit_s:g} s; leave it out, or give --end-time"
             )
-        twice = replace(clip, source=clip.given.doubled(), num_frames=frames, fps=2 * clip.fps)
-        return replace(twice, motion_speed=2.0)
+        source = clip.given.doubled()
+        return replace(clip, source=source, num_frames=frames, fps=2 * clip.fps, motion_speed=2.0)
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         yield from super().remarks(clip, model)

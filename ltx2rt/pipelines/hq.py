@@ -79,14 +79,14 @@ class HQ(Request):
     ) -> list[Stage]:
         """Stage 1's schedule shifts by its own tokens; the distilled LoRA is merged last.
         A distilled transformer in place of the LoRA is only of stage 2."""
-        assert clip.guiding and loras.distilled, "`distilled_lora` refuses a run without"
+        assert loras.distilled, "`distilled_lora` refuses a run without"
         tokens = clip.first(model).num_video_tokens
         weak: tuple[LoraSpec, ...] = ()
         strong: tuple[LoraSpec, ...] = loras.extra
         if not isinstance(loras.distilled, DistilledWeights):
             weak = (replace(loras.distilled, strength=self.distilled_lora_strength_stage_1),)
             strong = (replace(loras.distilled, strength=self.distilled_lora_strength_stage_2),)
-        sigmas = shifted_sigmas(clip.guiding.steps, tokens)
+        sigmas = shifted_sigmas(clip.request.steps, tokens)
         first = {"sigmas": sigmas, "loras": (*loras.of("stage1"), *weak)}
         second = {"loras": (*loras.of("stage2"), *strong)}
         return in_two_passes(clip, model, options, loras, first, second, sampler="res2s")

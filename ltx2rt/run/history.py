@@ -29,7 +29,7 @@ def alike(session: Session, plan: Plan, warm: bool) -> list[Any]:
     clip, options, backend = plan.clip, session.options, session.backend
     how = [options.backend, str(session.dtype), str(options.weights_dtype), options.memory, warm]
     where = [backend.device().name, dict(backend.mesh), str(session.checkpoint.path.resolve())]
-    steps = clip.guiding and clip.guiding.steps
+    steps = clip.guiding and clip.request.steps
     made = [list(clip.size_px), clip.clip_frames, steps, len(clip.seeds)]
     kept = [options.compile, options.max_memory, options.lora_mode, len(plan.loras.user)]
     kept += [options.attention] * (options.attention != "auto")

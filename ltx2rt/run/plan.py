@@ -203,8 +203,12 @@ def _counts(stages: Sequence[Stage]) -> str:
 def _guided(clip: Clip, stages: Sequence[Stage]) -> Iterator[str]:
     """Say by how many steps and which scales a clip is guided, if it is."""
     if clip.guiding:
-        scales = zip(MODALITIES, clip.guiding.guidance[:, 0], strict=True)
-        cfg = " and ".join(f"{scale:g} for {stream}" for stream, scale in scales if scale != 1)
+        scales = zip(MODALITIES, clip.guiding.guidance[..., 0].T, strict=True)
+        cfg = " and ".join(
+            f"{' to '.join(map('{:g}'.format, dict.fromkeys(own)))} for {stream}"
+            for stream, own in scales
+            if (own != 1).any()
+        )
         yield (
             f"{clip.request.name}: {_counts(stages)} steps, guided in the first, CFG {cfg or 'off'}"
         )

@@ -131,7 +131,7 @@ def value(f: Field, given: Any) -> Any:
         raise InputError(f"{name}: {len(given)} characters, expected at most {MAX_PROMPT}")
     if "\0" in text:
         raise InputError(f"{name}: holds a zero byte; leave it out")
-    misfit = InputError(f"{name}: {text[:80]!r}, expected {schema(f)['type']}")
+    misfit = InputError(f"{name}: {text[:80]!r}, expected {own.expects or schema(f)['type']}")
     kinds = (str, int, float, list) if own.json in ("array", "string") else (str, int, float)
     if (
         isinstance(given, bool)

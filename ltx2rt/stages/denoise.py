@@ -74,16 +74,18 @@ class Noise:
 
 
 class Stretch(NamedTuple):
-    """Evaluations that follow one another and run one program."""
+    """Evaluations that follow one another and run one program. scales: row of their guidance."""
 
     branches: Branches
     steps: slice
+    scales: int
 
 
 @dataclass(frozen=True, eq=False)
 class Denoise(Stage):
-    """sigmas: f32[steps + 1], the first is also the noise scale. guidance: f32[2, 4], rows video
-    and audio, columns cfg, stg, modality, rescale; neutral scales run only the conditional branch.
+    """sigmas: f32[steps + 1], the first is also the noise scale. guidance: f32[1 + levels, 2, 4], rows
+    video and audio, columns cfg, stg, modality, rescale; an evaluation takes the last one with a
+    level at or above its noise, else the first; neutral scales run only the conditional branch.
     given: what `Given` of this stage encodes. sound: whether its audio latents are the clip's. The
     first stage starts from zeros, a later one from the state's latents.
 
@@ -115,14 +117,19 @@ class Denoise(Stage):
     mixed: tuple[str, ...] = ()
     plan: StepPlan | None = None
     interval: tuple[float, float] | None = None
+    levels: tuple[float, ...] = ()
     relay: Relay | None = None
     voice: float = 0.0
     nag: tuple[float, float, float] | None = None
 
     @property
     def branches(self) -> Branches:
-        made = [row for m, row in zip(MODALITIES, self.guidance, strict=True) if m in self.streams]
-        found = replace(Branches.of(np.array(made)), unheard=self.voice > 0)
+        """The branches of all evaluations together."""
+        return self._branches(self.guidance)
+
+    def _branches(self, guidance: np.ndarray) -> Branches:
+        made = guidance[..., [MODALITIES.index(m) for m in self.streams], :]
+        found = replace(Branches.of(made), unheard=self.voice > 0)
         return found if len(self.streams) > 1 else replace(found, isolated=False)
 
     @property
@@ -146,14 +153,18 @@ class Denoise(Stage):
 
     @cached_property
     def parts(self) -> list[Stretch]:
-        """The evaluations in order, in parts that run one program: one, or up to three."""
-        guided = np.ones(self.steps(), bool)
+        """The evaluations in order, in parts of one guidance."""
+        own = (self.trajectory.sigmas[:, :1] <= np.array(self.levels, np.float32)).sum(1)
         if self.interval is not None and self.branches != Branches():
-            guided = within(self.steps(), self.interval)
-        starts = [0, *(np.flatnonzero(np.diff(guided)) + 1).tolist()]
+            own = np.where(within(self.steps(), self.interval), own, -1)
+        starts = [0, *(np.flatnonzero(np.diff(own)) + 1).tolist()]
         return [
-            Stretch(self.branches if guided[start] else Branches(), slice(start, stop))
-            for start, stop in pairwise([*starts, len(guided)])
+            Stretch(
+                Branches() if own[start] < 0 else self._branches(self.guidance[own[start]]),
+                slice(start, stop),
+                int(own[start]),
+            )
+            for start, stop in pairwise([*starts, len(own)])
         ]
 
     @property
@@ -177,8 +188,8 @@ class Denoise(Stage):
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         """A loop for each part, with room for all steps: other plans use its program."""
         shape, _ = self.shape(model, self.blank)
-        room = len(self.sigmas) - 1 if self.plan or self.interval else 0
-        for branches, part in self.parts:
+        room = len(self.sigmas) - 1 if self.plan or self.interval or self.levels else 0
+        for branches, part, _ in self.parts:
             sizes = replace(
                 shape, branches=branches, stg_blocks=shape.stg_blocks if branches.perturbed else ()
             )
@@ -276,12 +287,12 @@ class Denoise(Stage):
             watch.say(f"{self.name}: {first} of {sum(counts)} steps are there already")
 
         def run() -> Iterator[dict]:
-            for call, count, (branches, part) in zip(calls, counts, self.parts, strict=True):
-                start = max(first - part.start, 0)
+            for call, count, stretch in zip(calls, counts, self.parts, strict=True):
+                part, start = stretch.steps, max(first - stretch.steps.start, 0)
                 if start >= count:
                     continue
                 rows, last = {name: values[part] for name, values in per_step.items()}, {}
-                given = feeds | self._guided(branches, state)
+                given = feeds | self._guided(stretch, state)
                 for last in session.denoise(call, given, rows, count, start):
                     yield last
                 feeds.update({name: session.backend.to_host(last[name]) for name in carried})
@@ -364,9 +375,9 @@ class Denoise(Stage):
             state.sound = state.audio
             state.put("audio_latent", state.sound)
 
-    def _guided(self, branches: Branches, state: State) -> dict[str, np.ndarray]:
-        """The inputs that the branches of a part decide."""
-        found = {"guidance": self.guidance}
+    def _guided(self, part: Stretch, state: State) -> dict[str, np.ndarray]:
+        """The inputs that a part's guidance decides."""
+        branches, found = part.branches, {"guidance": self.guidance[part.scales]}
         if branches.unheard:
             sound = self.blank["audio"]
             found["voice"] = np.array([self.voice], np.float32)

@@ -104,7 +104,7 @@ def test_a_trajectory_equals_its_reference(session, sampler, tmp_path):
 
     shape, feeds = euler.shape(session.config, states)
     call = Call("guided-step", shape, steps=1, loras=euler.loras)
-    feeds |= {f"{m}_context": state.contexts[m] for m in states} | {"guidance": euler.guidance}
+    feeds |= {f"{m}_context": state.contexts[m] for m in states} | {"guidance": euler.guidance[0]}
 
     def x0_of(x, sigma):
         now = {f"{m}_latent": x[m].astype(np.float32) for m in x}

@@ -53,7 +53,7 @@ def test_defaults_follow_the_generation(generation, num_layers, steps, block):
     assert full.num_frames == 121 and full.audio_from == "stage1"
     assert resolve(Distilled("a cat"), model(generation, num_layers)).request.audio_from == "stage2"
     assert full.negative_prompt == NEGATIVE_PROMPT and 0 <= full.seed < 2**63
-    assert np.array_equal(clip.guiding.guidance, np.float32([[3, 1, 3, 0.7], [7, 1, 3, 0.7]]))
+    assert np.array_equal(clip.guiding.guidance, np.float32([[[3, 1, 3, 0.7], [7, 1, 3, 0.7]]]))
 
 
 def test_the_negative_prompt_is_the_published_one():

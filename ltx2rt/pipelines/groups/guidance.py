@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from functools import partial
 from operator import index
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import flags_of, spelling
 from ltx2rt.models.geometry import Geometry
-from ltx2rt.models.guided_step import Branches, perturbed_blocks
+from ltx2rt.models.guided_step import STG, Branches, perturbed_blocks
 from ltx2rt.pipelines.groups.group import Added, Group
 from ltx2rt.pipelines.groups.steps import Interval, Skips, Steps
 from ltx2rt.stages.schedule import DISTILLED_SIGMAS
@@ -29,7 +30,7 @@ flag = flags_of("guidance")
 NONE = {"cfg": 1, "stg": 0, "modality": 1, "rescale": 0}  # scales that guide by nothing
 NONE_OF = {f"{m}_{name}": value for m in MODALITIES for name, value in NONE.items()}
 UNGUIDED = NONE | {"steps": len(DISTILLED_SIGMAS) - 1}  # as distilled steps are
-NEUTRAL = np.array([[*NONE.values()]] * 2, np.float32)  # the conditional branch alone
+NEUTRAL = np.array([[[*NONE.values()]] * 2], np.float32)  # the conditional branch alone
 NAG = "--nag"
 TAU, ALPHA = 2.5, 0.25  # those of ComfyUI-KJNodes' node for LTX-2, whose scale is 11
 
@@ -49,9 +50,36 @@ def parse_blocks(text: str | Sequence[int | str]) -> tuple[int | str, ...]:
     return tuple(found)
 
 
+def changes(scale: float | str) -> list[tuple[float, float]]:
+    """The noise levels from which on a scale has each of its values, and these. Raises ValueError."""
+    first, *rest = str(scale).split(",")
+    pairs = (map(float, part.split(":")) for part in rest)
+    return [(1.0, float(first)), *((level, value) for level, value in pairs)]
+
+
+def parse_scale(given: str | float) -> float | str:
+    """A number, or X,LEVEL:X,... with levels that fall from 1. Raises TypeError or ValueError."""
+    levels, values = np.array(changes(given)).T
+    if len(levels) == 1:
+        return float(given)
+    if not ((np.diff(levels) < 0).all() and levels[-1] > 0 and (abs(values) < 1e6).all()):
+        raise ValueError
+    return str(given).replace(" ", "")
+
+
+scale_flag = partial(
+    flag,
+    parse=parse_scale,
+    metavar="X[,LEVEL:X]",
+    expects="a number, or one and others from noise levels down, such as 7,0.9:3,0.5:1",
+    json=["number", "string"],
+)
+
+
 @dataclass(frozen=True)
 class Scales(Group):
-    """Scales of guidance; a modality without flags is guided by nothing."""
+    """Scales of guidance, which noise levels may change; a modality without flags is guided by
+    nothing."""
 
     stg_blocks: tuple[int | str, ...] | None = flag(
         None,
@@ -64,11 +92,26 @@ class Scales(Group):
     )
 
     @property
+    def given(self) -> dict[str, float | str]:
+        """All eight scales by name."""
+        return {name: vars(self).get(name, usual) for name, usual in NONE_OF.items()}
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Noise levels, falling, from which on some scale is another."""
+        found = {level for scale in self.given.values() for level, _ in changes(scale)[1:]}
+        return tuple(sorted(found, reverse=True))
+
+    @property
     def scales(self) -> np.ndarray:
-        """f32[2, 4]: rows video and audio, columns cfg, stg, modality, rescale."""
-        given = NONE_OF | vars(self)
-        rows = [[given[f"{m}_{name}"] for name in NONE] for m in MODALITIES]
-        return np.array(rows, np.float32)
+        """f32[1 + levels, 2, 4]: at the start and from each level on, rows video and audio, columns
+        cfg, stg, modality, rescale."""
+        found = [
+            next(value for start, value in reversed(changes(scale)) if level <= start)
+            for level in (1.0, *self.levels)
+            for scale in self.given.values()
+        ]
+        return np.array(found, np.float32).reshape(-1, len(MODALITIES), len(NONE))
 
     def into(self, draft: Draft, model: ModelConfig) -> None:
         if not draft.request.is_guided:
@@ -76,7 +119,7 @@ class Scales(Group):
         num_layers = model.transformer.num_layers
         usual = model.release.stg_blocks(num_layers)
         given = usual if self.stg_blocks is None else self.stg_blocks
-        if given == () and self.scales[:, 1].any():
+        if given == () and self.scales[..., STG].any():
             raise InputError(
                 "--stg-blocks: no block is given; name one, or set --video-stg 0 --audio-stg 0"
             )
@@ -88,7 +131,6 @@ class Scales(Group):
                 )
             given += () if own else tuple(f"{stream}={block}" for block in usual)
         draft.fill(stg_blocks=given)
-        draft.guidance = self.scales
 
     def negates(self, request: Request) -> bool:
         return request.is_guided and Branches.of(self.scales).uncond
@@ -96,24 +138,40 @@ class Scales(Group):
 
 @dataclass(frozen=True)
 class VideoScales(Scales):
-    video_cfg: float = flag(3.0, "scale of classifier-free guidance for video, 1 for none")
-    video_stg: float = flag(1.0, "scale of spatio-temporal guidance (STG) for video, 0 for none")
-    video_modality: float = flag(3.0, "scale of guidance by the sound for video, 1 for none")
-    video_rescale: float = flag(0.7, "rescaling of guided video to its unguided spread, 0 for none")
+    video_cfg: float | str = scale_flag(
+        3.0, "scale of classifier-free guidance for video, 1 for none"
+    )
+    video_stg: float | str = scale_flag(
+        1.0, "scale of spatio-temporal guidance (STG) for video, 0 for none"
+    )
+    video_modality: float | str = scale_flag(
+        3.0, "scale of guidance by the sound for video, 1 for none"
+    )
+    video_rescale: float | str = scale_flag(
+        0.7, "rescaling of guided video to its unguided spread, 0 for none"
+    )
 
 
 @dataclass(frozen=True)
 class SoundScales(Scales):
     """Scales for sound that no video guides."""
 
-    audio_cfg: float = flag(7.0, "scale of classifier-free guidance for sound, 1 for none")
-    audio_stg: float = flag(1.0, "scale of spatio-temporal guidance (STG) for sound, 0 for none")
-    audio_rescale: float = flag(0.7, "rescaling of guided sound to its unguided spread, 0 for none")
+    audio_cfg: float | str = scale_flag(
+        7.0, "scale of classifier-free guidance for sound, 1 for none"
+    )
+    audio_stg: float | str = scale_flag(
+        1.0, "scale of spatio-temporal guidance (STG) for sound, 0 for none"
+    )
+    audio_rescale: float | str = scale_flag(
+        0.7, "rescaling of guided sound to its unguided spread, 0 for none"
+    )
 
 
 @dataclass(frozen=True)
 class Guidance(SoundScales, VideoScales):
-    audio_modality: float = flag(3.0, "scale of guidance by the video for sound, 1 for none")
+    audio_modality: float | str = scale_flag(
+        3.0, "scale of guidance by the video for sound, 1 for none"
+    )
 
 
 GUIDES = (Steps, Skips, Interval, Scales)  # groups of flags that only guided steps read

@@ -200,11 +200,8 @@ class Interval(Group):
 
     def into(self, draft: Draft, model: ModelConfig) -> None:
         interval, steps = self.guidance_interval, draft.request.steps
-        if not (interval and draft.request.is_guided):
-            return
-        if not within(steps, interval).any():
+        if interval and draft.request.is_guided and not within(steps, interval).any():
             raise InputError(
                 f"--guidance-interval: {interval[0]:g} {interval[1]:g} holds none of the {steps} "
                 "steps; widen it"
             )
-        draft.interval = interval
