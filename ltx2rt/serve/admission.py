@@ -56,7 +56,7 @@ from ltx2rt.serve.fields import (
 from ltx2rt.serve.folder import INPUT
 from ltx2rt.serve.refusal import Refusal, invalid, misfit, of_input, unknown
 from ltx2rt.serve.shapes import Shape
-from ltx2rt.serve.upload import EXR, IMAGE, SUFFIX
+from ltx2rt.serve.upload import EXR, IMAGE, SUFFIX, VIDEO
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.open import opened_checkpoint
 from ltx2rt.session.options import DISTILLED_STAGES, LoraSpec, ModelOptions, existing
@@ -313,7 +313,9 @@ class Admission:
     def _file(self, field: str, item: Mapping[str, Any], kind: str) -> str:
         """Return the name among the inputs of the file that an item names. Raises Refusal."""
         digest = f"{item.get('file_id')}"
-        names = [digest + SUFFIX[one] for one in ((IMAGE, EXR) if kind == IMAGE else (kind,))]
+        names = [
+            digest + SUFFIX[one] for one in ((IMAGE, EXR, VIDEO) if kind == IMAGE else (kind,))
+        ]
         file = next((name for name in names if (self.inputs / name).is_file()), None)
         if not SHA.fullmatch(digest) or file is None:
             raise invalid(f"{field}: file_id names no {kind} that was sent here", field)

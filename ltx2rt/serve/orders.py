@@ -119,7 +119,10 @@ class Orders(Core):
     async def _admitted(self, request: Request, given: dict[str, Any]) -> Admitted:
         """Raises Refusal."""
         await self._require_own_files(request.state.user, given)
-        if given.keys() & uploads().keys():
+        listed = given["images"] if isinstance(given.get("images"), list) else []
+        ids = (x["file_id"] for x in listed if isinstance(x, dict) and "file_id" in x)
+        clips = (self.folder.inputs / f"{id}{SUFFIX[VIDEO]}" for id in ids if isinstance(id, str))
+        if given.keys() & uploads().keys() or any(clip.is_file() for clip in clips):
             admitted = await self._apart.admit(given, self.supervisor.device)
         else:
             loop = asyncio.get_running_loop()

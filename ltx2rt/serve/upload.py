@@ -35,6 +35,10 @@ MEMORY_BYTES = dict.fromkeys(MAX_BYTES, 2**31) | {IMAGE: 2**30}
 TIME_S = dict.fromkeys(MAX_BYTES, 60) | {IMAGE: 20, EXR: 20}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
+CLIP = re.compile(  # first bytes of QuickTime and MP4, Matroska, AVI, MPEG-TS and FLV
+    rb"....(?:moov|mdat|wide|free|ftyp(?!avi[fs]|hei|mif1|msf1))|\x1aE\xdf\xa3|RIFF....AVI |G.{187}G|FLV",
+    re.DOTALL,
+)
 AT_ONCE = 4  # are decoded; more wait
 # what is kept as one kind cannot be named as another
 SUFFIX = {
@@ -51,8 +55,9 @@ _places = asyncio.Semaphore(AT_ONCE)
 
 
 def kind_of(data: bytes, kind: str) -> str:
-    """The kind of a file that came as this one: images have two, which their first bytes tell."""
-    return EXR if kind == IMAGE and data.startswith(MAGIC) else kind
+    """The kind of a file that came as this one: images have three, which their first bytes tell."""
+    found = EXR if data.startswith(MAGIC) else VIDEO if CLIP.match(data) else IMAGE
+    return found if kind == IMAGE else kind
 
 
 async def check_upload(data: bytes, field: str, kind: str) -> None:

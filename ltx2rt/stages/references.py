@@ -109,10 +109,9 @@ class ClipGuide(Still):
 
     def check(self, session: Session) -> list[str]:
         file, fps = self.source.footage, self.geometry.fps
-        path, info, used = file.path, file.info, file.taken
-        found = [f"{path}: {sentence}" for sentence in info.said()]
-        found.append(f"{path}: frames {used.start} to {used.stop - 1} guide the clip")
-        if info.fps != fps:
+        used = f"frames {file.taken.start} to {file.taken.stop - 1} guide the clip"
+        found = [f"{file.path}: {sentence}" for sentence in (*file.info.said(), used)]
+        if file.info.fps != fps:
             found[-1] += f", one by one as if it had {float(fps):g} fps"
         return found
 

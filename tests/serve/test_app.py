@@ -302,8 +302,15 @@ def test_pipelines_take_sounds_and_videos_as_files(server, tmp_path):
     kept = first["settings"]["audio_path"][0]["file_id"]
     assert (server.data / "in" / f"{kept}.media").read_bytes() == sound()
     assert post(json=first["settings"])["x"]["settings"] == first["settings"]
+    film = moving(tmp_path)
+    clip = {"prompt": "1:0", **SMALL, "images": [{"url": data_url(film), "frame": 1}]}
+    guided = post(json=clip)["x"]["settings"]
+    assert (server.data / "in" / f"{guided['images'][0]['file_id']}.media").read_bytes() == film
+    again = post(json=guided)
+    assert again["x"]["settings"] == guided
+    assert server.until(again["id"])["status"] == "completed"
     clip = {"prompt": "1:0", "pipeline": "retake", "start_time": 0.3, "end_time": 0.6}
-    video = ("clip.mp4", moving(tmp_path))
+    video = ("clip.mp4", film)
     retake = post(files=form({**clip, "guided": "true"}, video_path=video))
     assert (retake["size"], retake["seconds"]) == ("64x64", "1.042"), retake
     assert server.until(retake["id"])["status"] == "completed"
@@ -354,6 +361,7 @@ def test_a_context_is_sent_in_place_of_a_prompt(server, tmp_path):
     ("audio_path", "/etc/passwd", "invalid_value", "only data: URLs"),
     ("audio_path", "http://127.0.0.1/x.wav", "invalid_value", "only data: URLs"),
     ("audio_path", ["/etc/passwd"], "invalid_value", "only data: URLs"),
+    ("images", b"\0\0\0\x18ftypisom" + bytes(99), "bad_video", "it is no readable video"),
     ("audio_path", [7], "invalid_value", "list of objects"),
 ])  # fmt: skip
 def test_files_that_are_none_of_their_kind(server, field, data, code, words):

@@ -310,6 +310,10 @@ def test_the_size_follows_the_picture_or_the_cut_is_shown(server, page, tmp_path
     assert page.input_value("#pictures li:last-child input") == "last"
     until(page, "document.querySelector('#time').textContent")
     assert page.inner_text("#problem") == ""
+    (tmp_path / "film.mp4").write_bytes(moving(tmp_path))
+    page.set_input_files("#picture", tmp_path / "film.mp4")
+    until(page, "document.querySelector('#pictures li video').videoWidth === 64")
+    assert page.input_value("#pictures li:last-child input") == "50%"
 
 
 def test_a_finished_clip_is_where_others_begin(server, page, tmp_path):

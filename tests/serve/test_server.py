@@ -41,6 +41,7 @@ from tests.serve.serving import (
     data_url,
     error_of,
     form,
+    moving,
     png,
     wait_for,
     write_segment,
@@ -346,7 +347,10 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
     server = start("--loras", loras, "--warm", "64x64x9:one-stage", replicas="real")
     used = json.dumps([{"name": "style", "strength": 0.5}])
     texts = {**clip, "prompt": "a red fox", "loras": used}
-    parts = form(texts, input_reference=("../x.png", picture.read_bytes()))
+    film = moving(tmp_path)
+    (tmp_path / "film.mp4").write_bytes(film)
+    texts["images"] = json.dumps([{"file": "film", "frame": 1}])
+    parts = form(texts, input_reference=("../x.png", picture.read_bytes()), film=("film", film))
     first = server.http.post("/v1/videos", files=parts).json()["id"]
     remix = server.http.post(f"/v1/videos/{first}/remix", json={"prompt": "a blue fox"})
     server.until(first, "in_progress", "completed")
@@ -356,8 +360,9 @@ def test_real_jobs_with_loras_images_and_sound_survive_a_kill_of_everything(
     server = start("--loras", loras, replicas="real")
     for id in (first, remix.json()["id"]):
         assert server.until(id, timeout_s=120)["status"] == "completed", server.get(id)
+    guides = [(picture, 0, 1.0), (tmp_path / "film.mp4", 1)]
     with ltx2rt.open(tiny_model, backend="cuda", device="cpu", lora=[(style, 0.5)]) as session:
-        made = session.generate("a red fox", **clip, image=[(picture, 0, 1.0)])
+        made = session.generate("a red fox", **clip, image=guides)
     made.save(tmp_path / "direct.mp4")
     got = tmp_path / "served.mp4"
     got.write_bytes(server.content(first).content)

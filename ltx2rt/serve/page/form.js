@@ -134,12 +134,14 @@ function control(name, { enum: choices, type, items, default: usual, description
 function showPictures() {
   const full = pictures.length >= limits.images;
   $("#pictures > label").hidden = full;
-  $("#pictures > label span").textContent = pictures.length ? "Another image, at a later frame" : "Drop a photo here, or choose one";
+  $("#pictures > label span").textContent = pictures.length ? "Another image or clip, at a later frame" : "Drop a photo or a clip here, or choose one";
   $("#from-picture").hidden = !pictures.length;
   if (!pictures.length && !$("#size").value) $("#size").value = SIZES[0];
   $("#pictures ul").replaceChildren(...pictures.map((picture, n) => {
     const input = (key, more) => make("input", { value: picture[key], ...more, oninput: (e) => { picture[key] = e.target.value.trim(); } });
-    const shown = picture.url ? make("div", { className: "frame" }, make("img", { src: picture.url, alt: picture.file.name, onload: cut }), make("i"))
+    const seen = () => moves(picture.file) ? make("video", { src: picture.url, muted: true, controls: true, ariaLabel: picture.file.name, onloadedmetadata: cut })
+      : make("img", { src: picture.url, alt: picture.file.name, onload: cut });
+    const shown = picture.url ? make("div", { className: "frame" }, seen(), make("i"))
       : make("span", { textContent: "the image of that video" });
     const remove = make("button", { type: "button", textContent: "Remove", ariaLabel: `Remove image ${n + 1}`, onclick: () => { pictures.splice(n, 1); showPictures(); } });
     return make("li", {}, shown, make("p", { className: "hint" }), make("div", { className: "row" },
@@ -148,10 +150,12 @@ function showPictures() {
   changed();
 }
 
+const moves = (file) => file.type.startsWith("video/");
+
 function addPicture(file) {
   if (pictures.length >= limits.images) return false;
   if (!pictures.length) $("#size").value = "";
-  pictures.push({ file, url: URL.createObjectURL(file), frame: pictures.length ? "last" : 0, strength: 1 });
+  pictures.push({ file, url: URL.createObjectURL(file), frame: !pictures.length ? 0 : moves(file) ? "50%" : "last", strength: 1 });
   if (!pipeline().images || task() === TEXT) choose(pipeline().images ? PHOTO : UPLOADS.image, pipeline().images ? $("#pipeline").value : undefined);
   else showPictures();
   return true;
@@ -162,22 +166,24 @@ let made = null; // width and height of the clip, by the latest check
 // Darken what of a picture the clip's shape leaves out.
 function cut() {
   if (made) all("#pictures li").forEach((row) => {
-    const picture = row.querySelector("img");
-    if (!picture?.naturalWidth) return;
-    const scale = Math.max(made.width / picture.naturalWidth, made.height / picture.naturalHeight);
-    const [x, y] = [made.width / picture.naturalWidth / scale, made.height / picture.naturalHeight / scale];
+    const picture = row.querySelector("img, video");
+    const [width, height] = [picture?.naturalWidth ?? picture?.videoWidth, picture?.naturalHeight ?? picture?.videoHeight];
+    if (!width) return;
+    const scale = Math.max(made.width / width, made.height / height);
+    const [x, y] = [made.width / width / scale, made.height / height / scale];
     const inset = (share) => `${50 * (1 - share)}%`;
     Object.assign(row.querySelector("i").style, { left: inset(x), right: inset(x), top: inset(y), bottom: inset(y) });
     const lost = Math.round(100 * (1 - Math.min(x, y)));
-    row.querySelector(".hint").textContent = `${picture.naturalWidth} × ${picture.naturalHeight}` +
+    row.querySelector(".hint").textContent = `${width} × ${height}` +
       (lost ? `: ${lost} % of its ${x < y ? "width" : "height"} is cut` : "");
   });
 }
 
-export function addFiles(files) {
+// guides: files chosen as pictures; a clip among them is one.
+export function addFiles(files, guides = false) {
   const filled = new Set(), left = []; // fields that a file of these has gone to, and names of files that go nowhere
   for (const file of files) {
-    const kind = kindOf(file);
+    const kind = guides && moves(file) ? "image" : kindOf(file);
     const fits = ([one, takes]) => pipeline().front.includes(one) && !filled.has(one) && (takes === kind || (takes === "mask" && kind === "image"));
     const name = Object.entries(pipeline().files).find(fits)?.[0];
     const task = !name && kind !== "image" && !filled.size && of(UPLOADS[kind]).length;
