@@ -7,7 +7,7 @@ causal fix, clamp, then divide).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
@@ -63,11 +63,6 @@ class Geometry:
             mel_sample_rate=audio.sample_rate,
             motion_speed=motion_speed,
         )
-
-    @property
-    def played(self) -> Geometry:
-        """The grid with its frames at the times of playback."""
-        return replace(self, motion_speed=1.0)
 
     @property
     def seen_fps(self) -> float:

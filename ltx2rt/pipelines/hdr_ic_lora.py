@@ -79,8 +79,13 @@ class HdrICLora(Request):
                 f"--high-quality: {frames} frames, each of {self.video_path} twice, are {seconds:.2f} s at "
                 f"its rate, the model's limit is {limit_s:g} s; leave it out, or give --end-time"
             )
-        source = clip.given.doubled()
-        return replace(clip, source=source, num_frames=frames, fps=2 * clip.fps, motion_speed=2.0)
+        return replace(
+            clip,
+            source=clip.given.doubled(),
+            num_frames=frames,
+            fps=2 * clip.fps,
+            motion_speed=2.0,
+        )
 
     def remarks(self, clip: Clip, model: ModelConfig) -> Iterator[str]:
         yield from super().remarks(clip, model)

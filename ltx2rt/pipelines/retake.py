@@ -118,7 +118,7 @@ class Retake(Request):
         """f32[T] of each modality made in part: 1 where a token overlaps the region."""
         start, end = (np.float32(time_s - since_s(clip)) for time_s in self.region_s)
         bounds = {
-            "video": video_positions(geometry.played)[0],
+            "video": video_positions(replace(geometry, motion_speed=1.0))[0],
             "audio": audio_positions(geometry)[0],
         }
         given = {"video": True, "audio": self.keeps_sound(clip)}

@@ -203,43 +203,40 @@ class LatentImage(Still):
     stage: str
 
     def check(self, session: Session) -> list[str]:
-        file = TensorFile(self.file)
-        name, expected = self._name(file), list(one_frame(self.geometry))
-        if name is None:
-            held = ", ".join(file.names()) or "none"
-            raise InputError(
-                f"--latents-in: {self.file} has no tensor {self.spec.latent}, but {held}"
-            )
-        found = file.info(name)
-        if list(found.shape) != expected or found.dtype != np.float32:
-            raise InputError(
-                f"--latents-in: {name} in {self.file} is {found.dtype} {list(found.shape)}, "
-                f"expected float32 {expected} in {self.stage}"
-            )
-        file.read(name)  # refuses NaN
+        self._latent()
         return []
 
     def encode(self, session: Session, state: State, watch: Stopwatch) -> Tokens:
-        file = TensorFile(self.file)
-        name = self._name(file)
-        assert name is not None, f"{self.file} has changed since the plan"
-        return self.tokens(file.read(name))
+        return self.tokens(self._latent())
 
-    def _name(self, file: TensorFile) -> str | None:
-        name, names = self.spec.latent, set(file.names())
-        return next((n for n in (f"{self.stage}.{name}", str(name)) if n in names), None)
+    def _latent(self) -> np.ndarray:
+        name, own = str(self.spec.latent), f"{self.stage}.{self.spec.latent}"
+        name = own if own in TensorFile(self.file).names() else name
+        return latents_in(self.file, name, one_frame(self.geometry), self.stage)
+
+
+def latents_in(path: Path, name: str, shape: tuple[int, ...], stage: str) -> np.ndarray:
+    """A tensor of the file, for a stage. Raises InputError for one that does not fit, or NaN."""
+    file = TensorFile(path)
+    if name not in file.names():
+        raise InputError(
+            f"--latents-in: {path} has no tensor {name}, but {', '.join(file.names()) or 'none'}"
+        )
+    found = file.info(name)
+    if found.shape != shape or found.dtype != np.float32:
+        raise InputError(
+            f"--latents-in: {name} in {path} is {found.dtype} {list(found.shape)}, expected float32 "
+            f"{list(shape)} in {stage}"
+        )
+    return file.read(name)
 
 
 def image_tokens(
     geometry: Geometry, latent: np.ndarray, frame: int, strength: float, append: bool = False
 ) -> Tokens:
     """latent: [1, C, n, h, w], normalised. strength: 1 keeps it exactly, 0 ignores it. At frame 0
-    it replaces the first n latent frames, unless `append`. Raises ValueError."""
-    frames = latent.shape[2]
-    expected = replace(geometry, frames=frames).video_shape
-    if latent.shape != expected:
-        raise ValueError(f"image latent: shape {list(latent.shape)}, expected {list(expected)}")
-    positions = keyframe_positions(geometry, frame, frames) if frame or append else None
+    it replaces the first n latent frames, unless `append`."""
+    positions = keyframe_positions(geometry, frame, latent.shape[2]) if frame or append else None
     return Tokens(
         pack_video(latent.astype(np.float32)), np.float32(1) - np.float32(strength), positions
     )

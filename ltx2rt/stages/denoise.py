@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ltx2rt.config import ModelConfig
+from ltx2rt.errors import InputError
 from ltx2rt.models import guided_step, transformer
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, pack_audio, pack_video, unpack_audio, unpack_video
@@ -27,7 +28,13 @@ from ltx2rt.models.step_plan import StepPlan
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.conditioning import Conditioning, ModalityState, Tokens, modality_state
+from ltx2rt.stages.conditioning import (
+    Conditioning,
+    ModalityState,
+    Tokens,
+    latents_in,
+    modality_state,
+)
 from ltx2rt.stages.kept_steps import KeptSteps
 from ltx2rt.stages.noise import standard_normal
 from ltx2rt.stages.relay import Relay
@@ -96,7 +103,8 @@ class Denoise(Stage):
     is kept. Kept regions come from the state's source, or from its latents if there is none. mixed:
     modalities that start from the state's source, mixed with noise of the first level. relay:
     prompts by time. voice: the scale of guidance by the sound beside the clip's, 0 for none. nag:
-    scale, tau and alpha of `models.attention.away` from the negative prompt, None for none.
+    scale, tau and alpha of `models.attention.away` from the negative prompt, None for none. file:
+    of latents that it starts from.
     """
 
     name: str  # pyrefly: ignore[bad-override]
@@ -121,6 +129,7 @@ class Denoise(Stage):
     relay: Relay | None = None
     voice: float = 0.0
     nag: tuple[float, float, float] | None = None
+    file: Path | None = None
 
     @property
     def branches(self) -> Branches:
@@ -241,6 +250,19 @@ class Denoise(Stage):
     def check(self, session: Session) -> None:
         if self.relay:
             self.relay.columns(session)
+        if self.file and (self.mixed or self.sigmas[0] >= 1):
+            raise InputError(
+                "--latents-in: no --image latent:K:FRAME reads it; add one, or start from its "
+                "video_latent and audio_latent at a level below 1, such as --sigmas 0.725,0.421875"
+            )
+        for m in self.made if self.file else ():
+            self._read(m)
+
+    def _read(self, m: str) -> np.ndarray:
+        """The file's latents of a modality, f32[1, ...]."""
+        assert self.file
+        shape = self.geometry.video_shape if m == "video" else self.geometry.audio_shape
+        return latents_in(self.file, f"{m}_latent", shape, self.name)
 
     def _relayed(
         self, session: Session, states: Mapping[str, ModalityState]
@@ -322,16 +344,15 @@ class Denoise(Stage):
 
     def _kept(self, state: State) -> dict[str, np.ndarray]:
         """Latents of the modalities that are kept, whole or in part."""
-        latents = {"video": state.video, "audio": state.audio}
-        kept = {m: state.source.get(m, latents[m]) for m in self.masks}
+        kept = {m: state.source.get(m, vars(state)[m]) for m in self.masks}
         for m in self.frozen:  # as a stage before has made it, one for all videos
-            made = latents[m]
+            made = vars(state)[m]
             kept[m] = state.source.get(m) if made is None else made[:1]
         return {m: x for m, x in kept.items() if x is not None}
 
     def _started(self, state: State, states: Mapping[str, ModalityState]) -> dict[str, np.ndarray]:
         """The latents that the loop begins with, and the sampler's further state."""
-        latents = {"video": state.video, "audio": state.audio}
+        latents = {m: self._read(m) if self.file else vars(state)[m] for m in self.made}
         packing = {"video": pack_video, "audio": pack_audio}
         feeds: dict[str, np.ndarray] = {}
         for m in self.made:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -126,7 +126,10 @@ class Relay:
         frame_s = float(g.time_factor / g.fps)
         length_s = float(((g.frames - 1) * g.time_factor + 1) / g.fps)
         tokens = g.num_video_tokens // max(g.frames, 1)
-        bounds = {"video": video_positions(g.played)[0][::tokens], "audio": audio_positions(g)[0]}
+        bounds = {
+            "video": video_positions(replace(g, motion_speed=1.0))[0][::tokens],
+            "audio": audio_positions(g)[0],
+        }
         found = {}
         for m, ends in bounds.items():
             t = ends.astype(np.float64).mean(axis=1) / frame_s

@@ -201,7 +201,8 @@ REFUSED = {
     },
     "two-stage": {
         IMAGE + "latent:0:0": "latent:0 is a tensor of --latents-in, which is not given",
-        ONE + "--latents-in latents": "no --image latent:K:FRAME reads it",
+        ONE + "--latents-in latents": "has no tensor video_latent, but image.0",
+        ONE + "--steps 2 --latents-in latents": "no --image latent:K:FRAME reads it",
         IMAGE + "latent:3:0 --latents-in latents": "has no tensor image.3, but image.0",
         IMAGE + "latent:0:0 --latents-in latents": "expected float32 [1, 128, 1, 1, 2]",
         IMAGE + "latent:0:0 --latents-in gone": "--latents-in: gone",

@@ -10,14 +10,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ltx2rt.media.images import load_conditioning_image
-from ltx2rt.models.geometry import Geometry, keyframe_positions, pack_video, video_positions
+from ltx2rt.models.geometry import (
+    Geometry,
+    keyframe_positions,
+    pack_audio,
+    pack_video,
+    video_positions,
+)
+from ltx2rt.pipelines import make_request
+from ltx2rt.pipelines.build import Loras
+from ltx2rt.pipelines.clip import resolve
 from ltx2rt.session.call import Call
 from ltx2rt.session.open import open_session
 from ltx2rt.session.options import ModelOptions
 from ltx2rt.stages.conditioning import Tokens, audio_state, image_tokens, video_state
+from ltx2rt.stages.denoise import Denoise
 from ltx2rt.stages.references import StageReference
+from ltx2rt.stages.stage import State
 from ltx2rt.weights.files import write_arrays
-from tests.conftest import assert_same
+from ltx2rt.weights.presets import preset
+from tests.conftest import assert_same, refused
 from tests.conftest import normal as random
 
 G = Geometry(3, 2, 3, 16, 8, 32, Fraction(24), 7, 8, 16, 4, 160, 16000)
@@ -88,9 +100,7 @@ def test_audio_is_generated_whole():
     assert np.all(state.mask == 1)
 
 
-def test_misshapen_images_and_noise_are_refused():
-    with pytest.raises(ValueError, match=r"image latent: shape \[1, 16, 1, 3, 2\]"):
-        video_state(G, [image_tokens(G, random(1, 16, 1, 3, 2), 0, 1.0)])
+def test_misshapen_noise_is_refused():
     with pytest.raises(ValueError, match="noise"):
         audio_state(G).initial(random(1, 6, 128), 1.0)
 
@@ -153,6 +163,43 @@ def test_positions_of_a_reference(downscale, stride):
     np.testing.assert_allclose(found, np.array(expected).transpose(1, 0, 2), rtol=3e-7)
     if downscale == stride == 1:
         np.testing.assert_array_equal(found, video_positions(G))
+
+
+def test_a_clip_starts_from_latents_at_the_first_level(tmp_path):
+    """x = scale noise + (1 - scale) latents, as diffusers' latents with noise_scale, to which
+    test_denoise.py holds stage 2."""
+    model, file = preset("tiny-2.3").config, tmp_path / "start.safetensors"
+    sides = {"width": 128, "height": 64, "num_frames": 9, "sigmas": ["0.725,0.4", "stage2=0.3"]}
+
+    def stages(**change):
+        given = sides | {"num_videos": 2, "seed": 3, "latents_in": file} | change
+        clip = resolve(make_request("distilled", prompt="a fox", **given), model)
+        found = clip.stages(model, ModelOptions("cuda", tmp_path), Loras())
+        return [stage for stage in found if isinstance(stage, Denoise)]
+
+    first, second = stages()
+    latents = {"video": random(*first.geometry.video_shape)}
+    latents["audio"] = random(*first.geometry.audio_shape, seed=2)
+    write_arrays(file, {f"{m}_latent": x for m, x in latents.items()})
+    state = State(keep=True)
+    first.check(None)
+    found = first._started(state, first.blank)
+    for m, pack in (("video", pack_video), ("audio", pack_audio)):
+        noise = state.record[f"stage1.{m}.noise"].astype(np.float64)
+        expected = 0.725 * noise + (1 - 0.725) * pack(latents[m])
+        assert found[f"{m}_latent"].shape[0] == 2
+        np.testing.assert_allclose(found[f"{m}_latent"], expected, rtol=0, atol=1e-6)  # float32
+    assert second.file is None and first.steps() == 2
+    for change, message in (
+        ({"sigmas": []}, "no --image latent:K:FRAME reads it"),
+        ({"width": 192}, r"video_latent in .* expected float32 \[1, 128, 2, 1, 3\] in stage1"),
+        ({"num_frames": 33, "segment_frames": 25, "num_videos": 1}, "a clip in segments"),
+    ):
+        with refused(message):
+            stages(**change)[0].check(None)
+    write_arrays(file, {"video_latent": latents["video"]})
+    with refused("has no tensor audio_latent, but video_latent"):
+        first.check(None)
 
 
 @pytest.mark.long

@@ -109,7 +109,10 @@ class Images(Group):
         common=INPUTS,
     )
     latents_in: Path | None = flag(
-        None, "file of image.0, image.1 ..., latents for --image latent:K", file="tensors"
+        None,
+        "file of image.0, image.1 ..., latents for --image latent:K, or of video_latent and audio_latent "
+        "to start from at the first level of --sigmas",
+        file="tensors",
     )
     image_crf: int | None = flag(
         None, "H.264 compression of images, 0 for none (default: 33; 2.5: 18)", least=0, most=51
@@ -132,8 +135,8 @@ class Images(Group):
                 f"--image: {latent[0]} is a tensor of --latents-in, which is not given; give it, or "
                 "name an image"
             )
-        if self.latents_in is not None and not latent:
-            raise InputError("--latents-in: no --image latent:K:FRAME reads it; leave it out")
+        if self.latents_in and not latent:
+            refuse_in_segments(request, "--latents-in")
         for image in self.images:
             if not image.latent and is_exr(image.path) != bool(request.high_range):
                 wrong, advice = "is an EXR file", "add --hdr"
@@ -189,7 +192,8 @@ class Images(Group):
                 images += guide(spec, geometry, tiling, **how)
             else:
                 images.append(Image(spec, geometry, self.image_crf or 0, space, **how))
-        return Added(given=tuple(images))
+        starts = name == "stage1" and not any(spec.latent for spec in clip.images)
+        return Added({"file": self.latents_in} if starts else {}, tuple(images))
 
 
 @dataclass(frozen=True)

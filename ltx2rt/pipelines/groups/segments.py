@@ -237,12 +237,12 @@ class Segments(Group):
         most_s = one_clip_s(draft.request)
         most = int(most_s * fps) // step * step + 1
         size = self.segment_frames or min(DEFAULT_FRAMES, most)
-        stated = [] if given else [("--num-frames", count)]
-        for name, value in (("--segment-frames", size), *stated):
-            check_step(name, value, step, 1, "frames", f"{step}*k + 1")
+        check_step("--segment-frames", size, step, 1, "frames", f"{step}*k + 1")
         if size > most:
-            seconds = f"over {most_s:g} s, which no segment is; at most {most}"
-            raise InputError(f"--segment-frames: {size} frames are {seconds}")
+            raise InputError(
+                f"--segment-frames: {size} frames are over {most_s:g} s, which no segment is; at most "
+                f"{most}"
+            )
         if count <= size:
             return draft.fill(segment_frames=None, num_frames=count)
         if (seconds := float((count - 1) / fps)) > MAX_SECONDS:

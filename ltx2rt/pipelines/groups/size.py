@@ -216,7 +216,7 @@ class Duration(Group):
         count = request.num_frames
         # a few frames are a clip, not a picture
         clip = step + 1 if (count or 0) > 1 else 1
-        return max(nearest_frames(count, Fraction(1), step), clip) if count and count > 0 else count
+        return max(nearest_frames(count, Fraction(1), step), clip) if count else count
 
     def length(self, request: Request) -> tuple[int | None, Fraction] | None:
         return self.stated(request), request.fps
@@ -228,9 +228,6 @@ class Duration(Group):
                 f"--auto-duration: {' '.join(f'{s:g}' for s in window)}, expected two numbers of "
                 "seconds, MIN MAX"
             )
-        if request.num_frames is not None and request.num_frames < 1:
-            rule = (STEP, f"{STEP}*k + 1") if self.whole else (1, "1 or more")
-            check_step("--num-frames", request.num_frames, rule[0], 1, "frames", rule[1])
 
     def fits(self, clip: Clip, model: ModelConfig) -> None:
         num_frames, fps, step = clip.seen_frames, clip.fps, model.video_vae.time_factor
@@ -260,6 +257,7 @@ class Length(Duration):
     num_frames: int = flag(
         None,
         "frames, rounded to 8k+1 (default: 121; LTX-2.5: by the prompt)",
+        least=1,
         most=MAX_FRAMES,
         common=CLIP,
     )
