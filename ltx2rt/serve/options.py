@@ -102,8 +102,8 @@ class ServeOptions:
         None, "TFLOP of a request at most, as `plan` counts (default: any)", above=0
     )
     max_upload: int = flag(
-        32_000_000,
-        "bytes of a request at most (default: 32MB)",
+        100_000_000,
+        "bytes of a request at most (default: 100MB, for the largest file in JSON)",
         parse_bytes,
         metavar="SIZE[KB|MB|GB]",
     )

@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image, ImageCms
 
+from ltx2rt.flags import flagged
 from ltx2rt.media.hdr import exr_bytes
 from ltx2rt.serve import upload
+from ltx2rt.serve.options import ServeOptions
 from ltx2rt.serve.refusal import Refusal
 from ltx2rt.serve.upload import CONTEXT, EXR, IMAGE, MAX_PX, SOUND, VIDEO, check_upload, kind_of
 from tests.serve.serving import context, png
@@ -224,3 +226,9 @@ def test_one_bad_packet_of_sound_does_not_refuse_a_clip():
     damaged = data[:first] + b"\xff" * 40 + data[first + 40 :]
     asyncio.run(check_upload(damaged, "a_file", VIDEO))
     asyncio.run(check_upload(damaged, "a_file", SOUND))
+
+
+def test_a_request_has_room_for_the_largest_file_in_json():
+    """Base64 takes four bytes for three; the other fields are small."""
+    usual = flagged(ServeOptions)["max_upload"].default
+    assert usual > max(upload.MAX_BYTES.values()) * 4 / 3 + 2**20
