@@ -186,7 +186,8 @@ def flags(to: Any) -> None:
     add_flags(to, Files, Sources)
     told = bool({"-h", "--help", "--help-all"} & set(to.words))
     # required in the usage: on a command line a word without a flag may be the prompt
-    texts = groups(to)["clip"].add_mutually_exclusive_group(required=told)
+    clip = groups(to)["clip"]
+    texts = clip.add_mutually_exclusive_group(required=told)
     shown = pipeline_flags(to, Prompt)
     prompt = flagged(shown)["prompt"]
     add_flag(texts, prompt, action="append", help=f"{prompt.metadata['flag'].help} (required)")
@@ -195,7 +196,7 @@ def flags(to: Any) -> None:
     )
     how: dict[str, Any] = {"type": Path, "default": argparse.SUPPRESS, "metavar": "FILE"}
     texts.add_argument("--prompts", help=about, **how)
-    add_flag(texts, flagged(shown)["context"])
+    add_flag(clip, flagged(shown)["context"])
     lines = "\n  ".join(examples(shown))
     to.epilog = f"examples:\n  {lines}\n\n{COMPILED}"
     to.add_argument("--help-all", action="help", help="show every flag of the pipeline")

@@ -30,8 +30,10 @@ def write_files(run: Run, files: Files) -> list[Path]:
             if rest := paths[1:] if run.recorded else paths:
                 undo.callback(remove_made, run.save(i, rest))
         if files.latents_out:
-            about = {"ltx2rt": json.dumps(run.comment())} if files.metadata else None
-            write_arrays(files.latents_out, run.state.record, about)
+            record = run.state.record
+            known = files.metadata or "video_context" in record  # `--context` reads the texts
+            about = {"ltx2rt": json.dumps(run.comment())} if known else None
+            write_arrays(files.latents_out, record, about)
             undo.callback(files.latents_out.unlink, missing_ok=True)
         if files.report:
             write_report(files.report, run.report())

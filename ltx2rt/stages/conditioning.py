@@ -210,8 +210,8 @@ class LatentImage(Still):
         return self.tokens(self._latent())
 
     def _latent(self) -> np.ndarray:
-        name, own = str(self.spec.latent), f"{self.stage}.{self.spec.latent}"
-        name = own if own in TensorFile(self.file).names() else name
+        own = f"{self.stage}.{self.spec.latent}"
+        name = own if own in TensorFile(self.file).names() else str(self.spec.latent)
         return latents_in(self.file, name, one_frame(self.geometry), self.stage)
 
 
