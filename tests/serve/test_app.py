@@ -701,7 +701,7 @@ def test_bodies_are_cut_at_their_limit(server):
     part = b'--b\r\ncontent-disposition: form-data; name="f"; filename="f"\r\n\r\n'
     head += b"transfer-encoding: chunked\r\n\r\n%x\r\n%s\r\n" % (len(part), part)
     taken, answer = sent(head, b"10000\r\n" + b"x" * 65536 + b"\r\n")
-    assert b" 413 " in answer and taken < 60e6
+    assert b" 413 " in answer and taken < 128e6  # --max-upload and what sockets hold
     assert time.monotonic() - start < 20
 
 
