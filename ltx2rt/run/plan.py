@@ -174,8 +174,9 @@ def checked(session: Session, found: Resolved) -> Plan:
     """The plan of what `resolved` found. Raises InputError."""
     clip, loras, asked = found
     stages = tuple(stage.within(session) for stage in asked)
-    for stage in stages:
-        stage.check(session)
+    said = dict.fromkeys(sentence for stage in stages for sentence in stage.check(session))
+    for sentence in said if session.backend.is_main else ():
+        note(sentence)  # once, where two stages read a file
     merges = session.audit(stages)
     draws = [draw for stage in stages for draw in stage.draws(session.config).items()]
     _check_noise(clip.noise.file, draws, made_of(clip))
@@ -191,8 +192,8 @@ def checked(session: Session, found: Resolved) -> Plan:
     ]
     trained += [stage.remark for stage in stages if isinstance(stage, Frames) and stage.remark]
     trained += _guided(clip, stages)
-    said = _decided(session, clip.request, loras.distilled, stages)
-    return Plan(clip, stages, loras, merges, said, tuple(trained))
+    decided = _decided(session, clip.request, loras.distilled, stages)
+    return Plan(clip, stages, loras, merges, decided, tuple(trained))
 
 
 def _counts(stages: Sequence[Stage]) -> str:

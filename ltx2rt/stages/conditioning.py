@@ -34,7 +34,7 @@ from ltx2rt.models.geometry import (
 from ltx2rt.session.arrange import DatasheetBackend
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import MODALITIES, Stage, State, say
+from ltx2rt.stages.stage import MODALITIES, Stage, State
 from ltx2rt.weights.files import TensorFile
 
 
@@ -136,9 +136,8 @@ class GivenLatents(Stage):
         for conditioning in self.given:
             yield from conditioning.needs(model)
 
-    def check(self, session: Session) -> None:
-        for conditioning in self.given:
-            say(session, conditioning.check(session))
+    def check(self, session: Session) -> Sequence[str]:
+        return [said for conditioning in self.given for said in conditioning.check(session)]
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         encodes = any(True for _ in self.needs(session.config))

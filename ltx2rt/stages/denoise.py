@@ -247,7 +247,7 @@ class Denoise(Stage):
         """Whether pictures, or sound alone, are made and moved away from the negative prompt."""
         return self.nag is not None and self.streams[0] in self.made
 
-    def check(self, session: Session) -> None:
+    def check(self, session: Session) -> Sequence[str]:
         if self.relay:
             self.relay.columns(session)
         if self.file and (self.mixed or self.sigmas[0] >= 1):
@@ -257,6 +257,7 @@ class Denoise(Stage):
             )
         for m in self.made if self.file else ():
             self._read(m)
+        return ()
 
     def _read(self, m: str) -> np.ndarray:
         """The file's latents of a modality, f32[1, ...]."""

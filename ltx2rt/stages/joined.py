@@ -7,7 +7,7 @@ at most rates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
@@ -36,7 +36,7 @@ from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.source_sound import encode_sound
 from ltx2rt.stages.source_video import SourceVideo
-from ltx2rt.stages.stage import FramesStage, Stage, State, finite, say
+from ltx2rt.stages.stage import FramesStage, Stage, State, finite
 
 BLOCK_S, QUIET_S = 0.005, 0.1  # a block that is tested for silence; most silence that is dropped
 QUIET = 1e-4  # share of the power before, below which it is silent: AAC leaves as much of it there
@@ -112,9 +112,9 @@ class OverlapSound(Stage):
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("audio-encoder", self.geometry.mel_shape(model.audio_vae))
 
-    def check(self, session: Session) -> None:
-        for clip in (self.before, self.after):
-            say(session, clip.footage.missing if clip else ())
+    def check(self, session: Session) -> Sequence[str]:
+        clips = filter(None, (self.before, self.after))
+        return [sentence for clip in clips for sentence in clip.footage.missing]
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         (call,) = self.needs(session.config)

@@ -109,7 +109,9 @@ class ClipGuide(Still):
 
     def check(self, session: Session) -> list[str]:
         file, fps = self.source.footage, self.geometry.fps
-        used = f"frames {file.taken.start} to {file.taken.stop - 1} guide the clip"
+        first, last, at = file.taken.start, file.taken.stop - 1, self.spec.frame
+        frames = f"s {first} to {last} guide" if last > first else f" {first} guides"
+        used = f"its frame{frames} the clip from frame {at} on"
         found = [f"{file.path}: {sentence}" for sentence in (*file.info.said(), used)]
         if file.info.fps != fps:
             found[-1] += f", one by one as if it had {float(fps):g} fps"

@@ -4,7 +4,7 @@ that it is given."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -19,7 +19,7 @@ from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.models.mel import WINDOW, log_mel
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import Stage, State, finite, say
+from ltx2rt.stages.stage import Stage, State, finite
 
 SLACK_S = 0.01  # silence at the end of a clip, where codecs cut a sound
 
@@ -106,14 +106,14 @@ class SourceSound(Stage):
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("audio-encoder", self.geometry.mel_shape(model.audio_vae))
 
-    def check(self, session: Session) -> None:
+    def check(self, session: Session) -> Sequence[str]:
         """Reads the file whole: the length in its header may be wrong."""
         sound, rate, missing = self.heard
         said = [*missing]
         if self.padding(sound.size, rate):
             lasts = f"{self.path}: its sound lasts {sound.size / rate:.4f} s"
             said.append(f"{lasts}; silence follows up to {self.clip_s:.4f} s")
-        say(session, said)
+        return said
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         (call,) = self.needs(session.config)

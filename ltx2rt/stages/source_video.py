@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,7 +22,7 @@ from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.inset import Inset, lasting
-from ltx2rt.stages.stage import Stage, State, say
+from ltx2rt.stages.stage import Stage, State
 from ltx2rt.stages.tiling import Span, Tiling
 
 
@@ -65,7 +65,7 @@ class SourceVideo(Stage):
         rows, columns = ((span.stop - span.start) * g.space_factor for span in (r, c))
         return (1, 3, pixel_frames(t.stop - t.start, g.time_factor), rows, columns)
 
-    def check(self, session: Session) -> None:
+    def check(self, session: Session) -> Sequence[str]:
         file, count = self.footage, self.footage.info.num_frames
         short = count - self.start <= self.num_frames - self.geometry.time_factor
         if short and not is_still(file.path):
@@ -73,9 +73,8 @@ class SourceVideo(Stage):
                 f"{file.flag}: {file.path} has {count} frames, {self.num_frames} are read; "
                 "pass a longer one"
             )
-        over = count - self.num_frames
-        if over > 0 and not self.inset and not file.window:
-            say(session, [f"{file.path}: the last {over} of its {count} frames are left out"])
+        over = 0 if self.inset or file.window else count - self.num_frames
+        return [f"{file.path}: the last {over} of its {count} frames are left out"] * (over > 0)
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         with watch.stage(self.name):

@@ -6,7 +6,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,7 +16,6 @@ import numpy as np
 from ltx2rt.config import ModelConfig
 from ltx2rt.media.mp4 import Sound
 from ltx2rt.media.provenance import Origin
-from ltx2rt.notes import note
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 
@@ -95,9 +94,10 @@ class Stage(Protocol):
         """Begin work of the processors, before the first stage runs."""
         return
 
-    def check(self, session: Session) -> None:
-        """Refuse small files that it will read, before any weight is read. Raises InputError."""
-        return
+    def check(self, session: Session) -> Sequence[str]:
+        """Sentences about small files that it will read, before any weight is read. Raises
+        InputError for files of no use."""
+        return ()
 
     def within(self, session: Session) -> Stage:
         """The stage as the memory of the session's idle devices allows it."""
@@ -125,12 +125,6 @@ class FramesStage(Stage):
     def changed(self, chunks: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
         """A video's chunks, which are all taken because devices decode them together."""
         ...
-
-
-def say(session: Session, said: Iterable[str]) -> None:
-    """Notes of the main process."""
-    for sentence in said if session.backend.is_main else ():
-        note(sentence)
 
 
 def videos_of(latents: np.ndarray) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from ltx2rt.models.text_encoder import feeds
 from ltx2rt.session.options import LoraSpec
 from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
-from ltx2rt.stages.stage import MODALITIES, Stage, State, say
+from ltx2rt.stages.stage import MODALITIES, Stage, State
 from ltx2rt.stages.tokenizer import check_vocabulary, count_tokens, tokenize
 from ltx2rt.text_files import parse
 from ltx2rt.weights.files import INFINITY, TensorFile
@@ -39,16 +39,15 @@ class Text(Stage):
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         yield Call("text-encoder", (len(self.prompts), PROMPT_TOKENS), loras=self.loras)
 
-    def check(self, session: Session) -> None:
+    def check(self, session: Session) -> Sequence[str]:
         tokenizer = session.checkpoint.require_tokenizer()
         if session.config.gemma is not None:
             check_vocabulary(tokenizer, session.config.gemma.vocab_size)
-        for name, prompt in zip(PROMPTS[: len(self.prompts)], self.prompts, strict=True):
-            if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS:
-                say(
-                    session,
-                    [f"the {name} has {count} tokens, the model reads the first {PROMPT_TOKENS}"],
-                )
+        return [
+            f"the {name} has {count} tokens, the model reads the first {PROMPT_TOKENS}"
+            for name, prompt in zip(PROMPTS[: len(self.prompts)], self.prompts, strict=True)
+            if (count := count_tokens(tokenizer, prompt)) > PROMPT_TOKENS
+        ]
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         """Encode the prompts, unless the session has done so before."""

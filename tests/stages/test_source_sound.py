@@ -12,6 +12,8 @@ from diffusers import AutoencoderKLLTX2Audio
 from ltx2rt.media.sound import resample
 from ltx2rt.models.geometry import Geometry
 from ltx2rt.models.mel import log_mel
+from ltx2rt.pipelines import make_request
+from ltx2rt.run.plan import make_plan
 from ltx2rt.run.run import sample_rate
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages import source_sound
@@ -63,13 +65,13 @@ def test_latents_are_diffusers_of_the_whole_sound(backend, sessions, folder, tmp
     assert sample_rate(session, state) == RATE and sample_rate(session, State()) == 48000
 
 
-def test_one_channel_is_doubled_and_said(sessions, tmp_path, capsys):
+def test_one_channel_is_doubled_and_said(sessions, tmp_path):
     session, samples = sessions["cuda"], recording(tmp_path / "mono.wav", 20000, channels=1)
     two = run(session, stage(session, tmp_path / "mono.wav", num_videos=2))
     kept = samples[:, : round(FRAMES / FPS * RATE)]
     np.testing.assert_array_equal(two.waveforms, np.broadcast_to(kept, (2, 2, kept.shape[1])))
-    said = f"ltx2rt: {tmp_path}/mono.wav: its one channel is played left and right\n"
-    assert capsys.readouterr().err == said
+    said = f"{tmp_path}/mono.wav: its one channel is played left and right"
+    assert stage(session, tmp_path / "mono.wav").check(session) == [said]
     silent = run(session, stage(session, tmp_path / "mono.wav", sound=False))
     assert silent.waveforms is None and "waveform" not in silent.record
     np.testing.assert_array_equal(silent.source["audio"], two.source["audio"])
@@ -85,22 +87,24 @@ def test_missing_sound_is_said_once_by_the_main_process(sessions, tmp_path, caps
         yield RATE, samples
 
     monkeypatch.setattr(source_sound, "sound_blocks", torn)
-    run(session, stage(session, path))
+    sized = dict(width=64, height=64, num_frames=9, steps=1)
+    request = make_request("a2v", prompt="a robot", audio_path=path, **sized)
+    make_plan(session, request)
     assert capsys.readouterr().err == f"ltx2rt: {path}: 0.1 s are missing\n"
     monkeypatch.setattr(session.backend, "is_main", False)
-    run(session, stage(session, path))
+    make_plan(session, request)
     assert capsys.readouterr().err == ""
 
 
-def test_silence_follows_a_sound_that_is_too_short(sessions, tmp_path, capsys):
+def test_silence_follows_a_sound_that_is_too_short(sessions, tmp_path):
     """A file of 17 / 25 s is whole, two samples less are short."""
     session, enough = sessions["cuda"], round(17 / 25 * RATE)
     recording(tmp_path / "enough.wav", enough)
-    stage(session, tmp_path / "enough.wav").check(session)
+    assert not stage(session, tmp_path / "enough.wav").check(session)
     short = recording(tmp_path / "short.wav", enough - 2)
-    assert capsys.readouterr().err == ""
+    (said,) = stage(session, tmp_path / "short.wav").check(session)
+    assert said.endswith("lasts 0.6799 s; silence follows up to 0.7083 s")
     padded = run(session, stage(session, tmp_path / "short.wav"))
-    assert capsys.readouterr().err.endswith("lasts 0.6799 s; silence follows up to 0.7083 s\n")
     length = round(FRAMES / FPS * RATE)
     filled = np.pad(short, ((0, 0), (0, length - short.shape[1])))
     np.testing.assert_array_equal(padded.waveforms[0], filled)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar
 from ltx2rt.config import ModelConfig
 from ltx2rt.errors import InputError
 from ltx2rt.flags import INPUTS, flags_of
+from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import SPACES, TRANSFERS, is_exr
 from ltx2rt.media.images import notes
 from ltx2rt.models.geometry import Geometry
@@ -21,6 +22,7 @@ from ltx2rt.pipelines.groups.size import Size
 from ltx2rt.session.options import as_number, from_tuple
 from ltx2rt.stages.conditioning import Image, ImageSpec, LatentImage, Slot, Still, slot_frames
 from ltx2rt.stages.references import guide
+from ltx2rt.stages.source_video import usable_frames
 
 if TYPE_CHECKING:
     from ltx2rt.pipelines.clip import Clip, Draft
@@ -43,8 +45,9 @@ class PlacedImage(ImageSpec):
 
     at: str = "last"
 
-    def placed(self, num_frames: int, fps: Fraction) -> PlacedImage:
-        """The image at its frame of a clip; the frame may lie outside."""
+    def placed(self, num_frames: int, fps: Fraction, time_factor: int) -> PlacedImage:
+        """The image at its frame of a clip, `last` of a guide being the frame from which on it ends
+        with the clip; the frame may lie outside. Raises InputError."""
         last, at = num_frames - 1, Fraction(re.sub("[s%]|last", "", self.at) or 0)
         if self.at.endswith("%"):
             at = at / 100 * last
@@ -54,6 +57,9 @@ class PlacedImage(ImageSpec):
                 at = min(at, Fraction(last))
         else:
             at += last if self.at == "last" else num_frames
+        if self.at == "last" and self.moves:
+            found = Footage.read(self.path, "--image", num_frames).info.num_frames
+            at -= usable_frames(min(found, num_frames), time_factor, 1) - 1
         return replace(self, frame=round(at))
 
 
@@ -147,7 +153,9 @@ class Images(Group):
     def into(self, draft: Draft, model: ModelConfig) -> None:
         count, fps = draft.image_frames, draft.request.fps
         images = tuple(
-            image.placed(count, fps) if isinstance(image, PlacedImage) else image
+            image.placed(count, fps, model.video_vae.time_factor)
+            if isinstance(image, PlacedImage)
+            else image
             for image in self.images
         )
         for image in images:
