@@ -139,8 +139,8 @@ def _opened(path: Path, flag: str = "--image") -> Iterator[Any]:
         wrong = f"has an ICC profile that cannot be applied ({error})"
         raise InputError(f"{flag}: {path} {wrong}; remove it") from error
     except Exception as error:  # as in `readable`
-        wrong = f"is no readable image ({error}); save it again as PNG or JPEG"
-        raise InputError(f"{flag}: {path} {wrong}; a clip goes to --video-path") from error
+        wrong = f"is no readable image ({error}); save it again as PNG or JPEG, a clip as MP4"
+        raise InputError(f"{flag}: {path} {wrong}") from error
 
 
 def read_rgb(path: Path, flag: str = "--image") -> np.ndarray:

@@ -107,9 +107,10 @@ def is_clip(path: Path) -> bool:
 
     try:
         with opened(path) as container:
-            still = container.metadata.get("major_brand") in STILL_BRANDS
-            known = CONTAINERS.fullmatch(container.format.name)
-            return bool(known and not still and moving(container)) and not readable(path)
+            still = container.metadata.get("major_brand") in STILL_BRANDS or readable(path)
+            return bool(
+                CONTAINERS.fullmatch(container.format.name) and not still and moving(container)
+            )
     except (FFmpegError, OSError):
         return False
 

@@ -206,8 +206,11 @@ class DFR(Request):
 def seen_from(clip: Clip, window: Window, times: int) -> Clip:
     """The clip with its images in the window, at their frames of `times` as many; clips have no
     such frames, and have guided the latents that the round refines."""
-    still = (spec for spec in clip.images if not spec.moves)
-    here = [replace(spec, frame=spec.frame * times - window.start) for spec in still]
+    here = [
+        replace(spec, frame=spec.frame * times - window.start)
+        for spec in clip.images
+        if not spec.moves
+    ]
     last = window.stop - window.start
     return replace(clip, images=tuple(spec for spec in here if 0 <= spec.frame <= last))
 

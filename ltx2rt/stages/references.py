@@ -107,15 +107,13 @@ class ClipGuide(Still):
     def needs(self, model: ModelConfig) -> Iterator[Call]:
         return self.source.needs(model)
 
-    def check(self, session: Session) -> list[str]:
-        file, fps = self.source.footage, self.geometry.fps
-        first, last, at = file.taken.start, file.taken.stop - 1, self.spec.frame
-        frames = f"s {first} to {last} guide" if last > first else f" {first} guides"
-        used = f"its frame{frames} the clip from frame {at} on"
-        found = [f"{file.path}: {sentence}" for sentence in (*file.info.said(), used)]
-        if file.info.fps != fps:
-            found[-1] += f", one by one as if it had {float(fps):g} fps"
-        return found
+    def said(self) -> Iterator[str]:
+        """Sentences about its frames."""
+        file, fps, at = self.source.footage, self.geometry.fps, self.spec.frame
+        rate = "" if file.info.fps == fps else f", one by one as if it had {float(fps):g} fps"
+        frames = f"frames {file.taken[0]} to {file.taken[-1]} guide"
+        used = f"its {frames} the clip from frame {at} on{rate}"
+        return (f"{file.path}: {sentence}" for sentence in (*file.info.said(), used))
 
     def blank(self) -> Tokens:
         return self.tokens(np.zeros(self.source.geometry.video_shape, np.float32))

@@ -274,7 +274,7 @@ def test_a_clip_guides_from_its_frame_on(film):
     (given,) = clip[Images].stages(clip, "stage1", clip.geometry(model()), "auto").given
     assert {call.sizes[:3] for call in given.needs(model())} == {(1, 3, 9)}
     assert given.source.footage.taken == range(9) and given.blank().mask == 0.5
-    told = given.check(None)
+    told = [*clip[Images].remarks(clip, model())]
     assert [line for line in told if "its frames 0 to 8 guide the clip from frame 4 on" in line]
     ends = replace(request, images=(parse_image(f"{film}:last"),), num_frames=33)
     assert [image.frame for image in resolve(ends, model()).images] == [

@@ -180,10 +180,14 @@ class Images(Group):
             free = replace(clip.request, width=None, height=None)
             if free[Size].sides(free, model) != sides:
                 advice = "; leave --width and --height out"
-        for image in self.images:
+        whole = replace(clip, segments=None).geometry(model)
+        for image in clip.images:
             if image.latent:
                 continue
-            yield from () if clip.hdr or image.moves else notes(image.path)
+            if image.moves:
+                yield from next(guide(image, whole, "auto", self.append)).said()
+            elif not clip.hdr:
+                yield from notes(image.path)
             shares = [side / px for side, px in zip(sides.values(), image.size_px, strict=True)]
             for side, share in zip(sides, shares, strict=True):
                 if (cut := 1 - share / max(shares)) > MAX_CUT:

@@ -232,6 +232,9 @@ def test_images_go_to_the_segment_that_they_are_new_in(opened, tmp_path):
             own[Images].stages(own, "stage1", own.geometry(opened.resident.config), "auto").given
         )
         taken.append([(g.spec.frame, g.source.footage.taken) for g in given])
+    remarks = [*full[Images].remarks(full, opened.resident.config)]
+    assert sum("guide the clip" in remark for remark in remarks) == 1
+    assert [remark for remark in remarks if f"{film}: its frames 0 to 40 guide" in remark]
     assert taken == [[(3, range(17))], [(9, range(22, 31))], [(9, range(38, 45 - 6))]]
     last = asked(tmp_path, images=[(tmp_path / "a.png", 57)])
     with refused(r"frame 57 of .*, but the clip has frames 0 to 56"):
