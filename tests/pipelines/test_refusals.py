@@ -296,7 +296,7 @@ def test_refusals(place, command, monkeypatch, pipeline, words, says):
     status, out, err = command(*shlex.split(f"{start} --pipeline {pipeline} {words}"))
     *notes, error = err.splitlines()
     assert status == 2 and says in error and not out, err
-    assert error.startswith("ltx2rt: error: ") and len(notes) == ("2003 tokens" in error)
+    assert error.startswith("ltx2rt: error: ") and not notes
     assert sorted(place.iterdir()) == before
 
 
