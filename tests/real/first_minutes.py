@@ -62,7 +62,7 @@ ROWS = [
     refused("a flag of another pipeline", f"{NEW} --song song.wav", r"did you mean --audio-path\?"),
     refused("a size in one number", f"{QUICK} --size 64", "'64', expected WIDTHxHEIGHT"),
     refused("two photos at one frame", f"{NEW} --image photo.jpg photo.jpg", "such as photo.jpg:last"),
-    works("a clip as a photo", f"{NEW} --seconds 1 --image in.mp4:1", "its frames 0 to 16 guide the clip from frame 1 on"),
+    works("a clip as a photo", f"{NEW} --seconds 1 --image in.mp4:1", "frames 0 to 16 guide the clip from frame 1"),
     refused("a chosen GPU", f"{NEW} --gpu 0", "CUDA_VISIBLE_DEVICES=0"),
     refused("steps of a distilled run", f"{CLIP} --noise-level 0.5 --steps 4", "or add --guided"),
 ]  # fmt: skip
