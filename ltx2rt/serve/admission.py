@@ -178,7 +178,7 @@ class Admission:
         given = {field: found for field, found in given.items() if found is not None}
         if "preset" in given:
             given = with_preset(given)
-        self._respell(given)
+        given = self.respelled(given)
         name = self._name(given)
         type_ = self.served[name]
         clip_fields, taken = self.fields(type_), uploads(type_)
@@ -209,13 +209,14 @@ class Admission:
             said = self._without_folders(str(error))
             raise of_input(InputError(said), known, given) from error
 
-    def _respell(self, given: dict[str, Any]) -> None:
-        """Give fields that have another spelling of the command line their own."""
-        every = flagged(*self.served.values())
+    def respelled(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields, of which some have another spelling of the command line, by their own names."""
+        every, given = flagged(*self.served.values()), {**given}
         also = [(field, one) for field in every for one in how(field).also]
         for field, spelled in ((field, one[2:].replace("-", "_")) for field, one in also):
             if spelled in given and spelled not in every and field not in given:
                 given[field] = given.pop(spelled)
+        return given
 
     def _planned(
         self, name: str, given: dict[str, Any], clip: dict[str, Any], images: list[list],

@@ -118,6 +118,7 @@ class Orders(Core):
 
     async def _admitted(self, request: Request, given: dict[str, Any]) -> Admitted:
         """Raises Refusal."""
+        given = self.admission.respelled(given)
         await self._require_own_files(request.state.user, given)
         listed = given["images"] if isinstance(given.get("images"), list) else []
         ids = (x["file_id"] for x in listed if isinstance(x, dict) and "file_id" in x)

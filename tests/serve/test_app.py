@@ -746,6 +746,11 @@ def test_a_user_sees_and_cancels_his_own_jobs_alone(guarded):
     hidden = error_of(check(known, bob), 400)
     missing = error_of(check([{"file_id": "0" * 64}], bob), 400)
     assert hidden == missing  # bob learns nothing of what ann has sent
+    names = [{**body, "video": [{"file_id": id}]} for id in (known[0]["file_id"], "0" * 64)]
+    ask = server.http.post
+    asked = [ask("/v1/videos?check=1", json=sent, headers=bob) for sent in names]
+    hidden, missing = (error_of(answer, 400) for answer in asked)  # by the flag's other name
+    assert hidden == missing and "was sent here" in hidden["message"]
     for one, user in ((id, ann), *((x, ann) for x in ids), (mine, bob)):
         assert server.http.delete(f"/v1/videos/{one}", headers=user).json()["deleted"]
     for n in (2, 2, 2):  # deleted ones count
