@@ -70,7 +70,8 @@ class Flag:
     default starts with `--no-`. also: other spellings of it; of such a switch, its opposite.
     expects: the values in an error, where the parser does not tell.
     bare: the text that the flag stands for if no value follows it; in Python, True.
-    file: kind of the files that the value names: image, sound, video, mask, tensors, context, folder.
+    file: kind of the files that the value names: image, sound, video, mask, tensors, latents, context,
+        folder.
     kept: the clip keeps parts of the file.
     json: type of the value in JSON, where the parser does not tell.
     asks: the pipeline that a request with this flag is for, if it names none.

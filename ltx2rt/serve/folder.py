@@ -35,7 +35,7 @@ SEGMENTS = ".segments"  # a folder, of a job that is being made
 _RUN = rf"(?P<stem>(?P<job>{JOB_ID.pattern})\.[0-9]+)(\.[0-9]+)?"
 OUTPUT = re.compile(rf"{_RUN}(\.mp4|\.zip|\.webp|\.json)")
 UNFINISHED_OUTPUT = re.compile(rf"\.\.?{_RUN}\.partial\.(mp4|zip)(\.[0-9]+\.partial)?")
-INPUT = re.compile(r"[0-9a-f]{64}(\.(media|mask|exr|context))?")
+INPUT = re.compile(r"[0-9a-f]{64}(\.(media|mask|exr|context|latents))?")
 UNFINISHED_INPUT = re.compile(rf"\.{INPUT.pattern}\.[0-9a-f]{{8}}")
 
 

@@ -25,8 +25,11 @@ from ltx2rt.weights.files import TensorFile
 
 IMAGE, SOUND, VIDEO, MASK = "image", "sound", "video", "mask"  # a mask is an image or a video
 # an image in high dynamic range; encoded texts, which take 63 MB in float32 of LTX-2.0
-EXR, CONTEXT = "exr", "context"
-MAX_BYTES = dict.fromkeys((VIDEO, MASK, EXR, CONTEXT), 2**26) | {IMAGE: 2**24, SOUND: 2**24}
+EXR, CONTEXT, LATENTS = "exr", "context", "latents"
+MAX_BYTES = dict.fromkeys((VIDEO, MASK, EXR, CONTEXT, LATENTS), 2**26) | {
+    IMAGE: 2**24,
+    SOUND: 2**24,
+}
 MAX_PX, MAX_FRAME_PX = 40_000_000, 10_000_000
 # limits for sound and video; the models make at most 20 s
 MAX_S, MAX_FRAMES, MAX_STREAMS = 60, 2000, 8
@@ -48,6 +51,7 @@ SUFFIX = {
     MASK: ".mask",
     EXR: ".exr",
     CONTEXT: ".context",
+    LATENTS: ".latents",
 }
 NOT_STORED = 3  # exit status: there is no room for the file, whatever it holds
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
@@ -99,7 +103,7 @@ def main() -> int:
             shutil.copyfileobj(sys.stdin.buffer, file)
             file.flush()
             path = Path(f"/dev/fd/{file.fileno()}")
-            {IMAGE: read_image, EXR: read_light, CONTEXT: read_tensors}.get(
+            {IMAGE: read_image, EXR: read_light, CONTEXT: read_tensors, LATENTS: read_tensors}.get(
                 kind, partial(read_media, kind)
             )(path)
     except Exception as error:

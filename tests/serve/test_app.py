@@ -29,6 +29,7 @@ import ltx2rt
 from ltx2rt.media.mp4 import MP4, FollowedClip
 from ltx2rt.serve.metrics import Metrics
 from ltx2rt.serve.options import ServeOptions
+from ltx2rt.weights.files import write_arrays
 from tests.serve.serving import (
     SMALL,
     TOKENS,
@@ -345,6 +346,22 @@ def test_a_context_is_sent_in_place_of_a_prompt(server, tmp_path):
     ):
         found = error_of(server.http.post("/v1/videos", json=given), 400)
         assert found["param"] == param and said in found["message"], found
+
+
+def test_a_clip_starts_from_latents_that_are_sent(server, tmp_path):
+    shapes = {"video_latent": (1, 128, 2, 2, 2), "audio_latent": (1, 8, 9, 16)}
+    write_arrays(
+        tmp_path / "x", {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+    )
+    data, clip = (tmp_path / "x").read_bytes(), {**SMALL, "prompt": "1:0", "sigmas": "0.7,0.4"}
+    made = server.http.post("/v1/videos", files=form(clip, latents_in=("x.safetensors", data)))
+    assert made.status_code == 200, made.text
+    (kept,) = made.json()["x"]["settings"]["latents_in"]
+    assert (server.data / "in" / f"{kept['file_id']}.latents").read_bytes() == data
+    assert server.until(made.json()["id"])["status"] == "completed"
+    larger = {**clip, "size": "128x64", "latents_in": [kept]}
+    found = error_of(server.http.post("/v1/videos", json=larger), 400)
+    assert found["param"] == "latents_in" and "video_latent" in found["message"], found
 
 
 @pytest.mark.parametrize("field, data, code, words", [

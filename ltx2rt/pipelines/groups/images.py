@@ -118,7 +118,7 @@ class Images(Group):
         None,
         "file of image.0, image.1 ..., latents for --image latent:K, or of video_latent and audio_latent "
         "to start from at the first level of --sigmas",
-        file="tensors",
+        file="latents",
     )
     image_crf: int | None = flag(
         None, "H.264 compression of images, 0 for none (default: 33; 2.5: 18)", least=0, most=51

@@ -3,7 +3,7 @@
 
 import { $, all, inWords, make } from "./dom.js";
 
-const ACCEPT = { video: "video/*", sound: "audio/*,video/*", mask: "image/*,video/*", context: ".safetensors" };
+const ACCEPT = { video: "video/*", sound: "audio/*,video/*", mask: "image/*,video/*", context: ".safetensors", latents: ".safetensors" };
 const given = new Map(); // field -> {file, url, name} or {ids} of files that the server has
 let changed = () => {};
 
