@@ -131,7 +131,7 @@ class Parser(argparse.ArgumentParser):
                 args = self.words = self._translated(self.words, self._option_string_actions)
             self._refuse_unknown_flags()
         known, unknown = super().parse_known_args(args, namespace)
-        if unknown and (files := of_files(unknown, self._option_string_actions)):
+        if unknown and (files := of_files(unknown, self._option_string_actions, self.words)):
             left = list(args)
             for word in unknown:
                 left.remove(word)
@@ -143,7 +143,7 @@ class Parser(argparse.ArgumentParser):
             advice = (  # `--prompt a red fox`
                 "; put the prompt in quotes" if "--prompt" in self._option_string_actions else ""
             )
-            if os.path.isfile(unknown[0]):
+            if os.path.isfile(unknown[0]) or flag_of(unknown[0]):
                 advice = f"; say for what this file is, such as {flag_of(unknown[0]) or '--lora'} {unknown[0]}"
             self.error(f"unrecognized: {' '.join(unknown)}{advice}")
         return known, unknown
@@ -151,7 +151,7 @@ class Parser(argparse.ArgumentParser):
     def _translated(self, words: Sequence[str], known: Mapping[str, Any]) -> list[str]:
         """Replace words of other programs where their meaning is certain."""
         leading = [*takewhile(lambda word: not word.startswith("-"), words)]
-        if leading and "--prompt" in known and (files := of_files(leading, known)):
+        if leading and "--prompt" in known and (files := of_files(leading, known, words)):
             self.read_as.append(f"read as {shlex.join(files)}")
             words = [*files, *words[len(leading) :]]
         words, said = meant(words, known)

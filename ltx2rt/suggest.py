@@ -169,14 +169,18 @@ def flag_of(path: str) -> str:
     return INPUTS.get((guess_type(path)[0] or "").partition("/")[0], "")
 
 
-def of_files(words: Sequence[str], known: Container[str]) -> list[str] | None:
+def of_files(
+    words: Sequence[str], known: Container[str], line: Sequence[str] = ()
+) -> list[str] | None:
     """The flags that files without one are for, by the kinds of the files, and the prompt for a
-    single text among them; None where a word is neither."""
+    single text among them, unless the line has a prompt; None where a word is neither, as the name
+    of a file that is not there."""
     found = list[str]()
+    untold = "--prompt" in known and all(one.partition("=")[0] != "--prompt" for one in line)
     for word in words:
         if isfile(word) and (flag := flag_of(word)) in known:
             found += [flag, word]
-        elif "--prompt" in known and "--prompt" not in found and not isfile(word):
+        elif untold and "--prompt" not in found and not (isfile(word) or flag_of(word)):
             found += ["--prompt", word]
         else:
             return None

@@ -459,6 +459,8 @@ def test_files_and_a_prompt_without_flags_are_read_by_what_they_are(tmp_path):
     ]  # fmt: skip
     assert of_files([clip], known) == ["--video-path", clip]
     assert of_files([photo, "a fox"], known) == ["--image", photo, "--prompt", "a fox"]
+    assert of_files(["fox"], known, ["--prompt=red", "fox"]) is None  # half of one prompt
+    assert of_files(["phoot.png"], known) is None, "a file that is not there is no text"
     assert of_files(["a", "fox"], known) is None and of_files(["a fox"], ("--image",)) is None
 
 
