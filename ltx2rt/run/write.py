@@ -13,6 +13,7 @@ from ltx2rt.run.plan import Plan
 from ltx2rt.run.run import Run
 from ltx2rt.run.segments import folder_of
 from ltx2rt.session.session import Session
+from ltx2rt.stages.text import about_texts
 from ltx2rt.weights.files import write_arrays
 
 BYTES_PER_PIXEL = 1  # at most: black and white noise takes 0.66 as H.264 and 0.98 as VP9
@@ -31,9 +32,10 @@ def write_files(run: Run, files: Files) -> list[Path]:
                 undo.callback(remove_made, run.save(i, rest))
         if files.latents_out:
             record = run.state.record
-            known = files.metadata or "video_context" in record  # `--context` reads the texts
-            about = {"ltx2rt": json.dumps(run.comment())} if known else None
-            write_arrays(files.latents_out, record, about)
+            known = run.comment()
+            if not files.metadata:  # what `--context` reads, and only of encoded texts
+                known = about_texts(known) if "video_context" in record else {}
+            write_arrays(files.latents_out, record, known and {"ltx2rt": json.dumps(known)})
             undo.callback(files.latents_out.unlink, missing_ok=True)
         if files.report:
             write_report(files.report, run.report())

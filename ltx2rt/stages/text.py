@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from ml_dtypes import bfloat16
@@ -81,6 +82,14 @@ class GivenText(Stage):
             raise InputError(f"--context: {self.path} has changed since the run began; start again")
         with watch.stage(self.name):
             state.contexts = {m: file.read(name).astype(np.float32) for m, name in NAMES.items()}
+
+
+def about_texts(comment: Mapping[str, Any], shape: Mapping[str, Any] = ABOUT) -> dict[str, Any]:
+    """What `texts_of` reads of a run's comment."""
+    return {
+        name: about_texts(comment[name], own) if isinstance(own, dict) else comment[name]
+        for name, own in shape.items()
+    }
 
 
 def texts_of(path: Path, model: ModelConfig) -> tuple[str, str]:

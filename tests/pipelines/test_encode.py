@@ -34,6 +34,12 @@ def contexts(tiny, tmp_path_factory):
     return path
 
 
+def test_a_file_without_metadata_tells_its_texts_alone(contexts):
+    about = json.loads(TensorFile(contexts).metadata["ltx2rt"])
+    texts = {"prompt": "fox", "settings": {"negative_prompt": "dog"}}
+    assert about == texts | {"model": {"generation": "2.3"}}
+
+
 @pytest.mark.long
 def test_a_machine_without_the_encoder_makes_the_same_latents(tiny, contexts, tmp_path):
     model, bare = tiny("tiny-2.3", "diffusers"), tmp_path / "bare"
