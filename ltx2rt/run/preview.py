@@ -148,7 +148,8 @@ def previewing(
         yield looking(session, projection, to)
         return
     path = to or free_name(beside or Path(name))
-    preview = Preview(path, plan.clip.clip_fps / session.config.video_vae.time_factor, once)
+    made_fps = max(plan.clip.fps, plan.clip.clip_fps)  # not all that is made may be written
+    preview = Preview(path, made_fps / session.config.video_vae.time_factor, once)
     if once and session.backend.is_main:
         note(
             f"preview: {path} (removed in the end; --preview FILE keeps one, --preview none "

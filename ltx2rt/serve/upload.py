@@ -39,7 +39,7 @@ TIME_S = dict.fromkeys(MAX_BYTES, 60) | {IMAGE: 20, EXR: 20}  # processor time
 BUSY, RETRY_S = 5, 30  # times as long by the clock, then the machine is at fault and not the file
 READER = (sys.executable, "-m", "ltx2rt.serve.upload")
 CLIP = re.compile(  # first bytes of QuickTime and MP4, Matroska, AVI, MPEG-TS and FLV
-    rb"....(?:moov|mdat|wide|free|ftyp(?!avi[fs]|hei|mif1|msf1))|\x1aE\xdf\xa3|RIFF....AVI |G.{187}G|FLV",
+    rb"....(?:moov|mdat|wide|free|ftyp(?!avi[fs]|hei|mif1|msf1))|\x1aE\xdf\xa3|RIFF....AVI |G(?!IF8).{187}G|FLV",
     re.DOTALL,
 )
 AT_ONCE = 4  # are decoded; more wait

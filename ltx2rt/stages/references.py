@@ -128,8 +128,7 @@ def guide(spec: ImageSpec, geometry: Geometry, tiling: str, append: bool) -> Ite
     g, start = geometry, spec.first
     end = start + pixel_frames(g.frames, g.time_factor) - spec.frame
     file = Footage.read(spec.path, "--image", end)
-    left = min(file.info.num_frames, end) - start
-    if left > 0:
+    if (left := min(file.info.num_frames, end) - start) > 0:
         own = replace(g, frames=(left - 1) // g.time_factor + 1)
         seen = file.part(start, start + pixel_frames(own.frames, g.time_factor))
         source = SourceVideo(seen, own, plan_encoder_tiles(tiling, own))

@@ -337,7 +337,7 @@ class Segments(Group):
             replace(image, frame=at - start, first=at - image.frame)
             for image in clip.images
             for at in [max(image.frame, new.start)]
-            if image.frame in new or (image.frame < new.start and image.moves)
+            if at in new and (at == image.frame or image.moves)
         ]
         seeds = {seed.segment: seed.seed for seed in self.segment_seeds}
         seed = seeds.get(i + 1, segment_seed(clip.seeds[0], i))
