@@ -187,6 +187,8 @@ def refuse_two_trees() -> None:
 
 
 def pytest_configure(config) -> None:
+    # rarely, from the collection on: with torch and jax imported that takes a quarter of a run's time
+    gc.set_threshold(100_000, 20, 20)
     refuse_two_trees()
     if hasattr(config, "workerinput"):
         lasted, mark = config.workerinput["lasted"], config.workerinput["collected"]
@@ -240,11 +242,9 @@ def one_thread() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def few_collections() -> None:
-    """Cycles are looked for rarely, and not among what is imported: with torch and jax loaded, that
-    takes a quarter of a run's time on the CPU."""
+    """Cycles are not looked for among what is imported."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(100_000, 20, 20)
 
 
 @pytest.fixture(scope="session", autouse=True)
