@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from safetensors.numpy import load_file
 
 from ltx2rt.errors import InputError
@@ -97,10 +96,13 @@ class Run:
 
 
 LONG_FILES = """
-    run/test_preview session/test_session backends/test_train weights/test_hub stages/test_kept_steps
-    serve/test_batch commands/test_probe train/test_run commands/test_plan test_docs
-    backends/test_tensor_parallel real/test_rows serve/test_app serve/test_page test_released
-    commands/test_generate
+    test_unchanged weights/test_gguf run/test_preview weights/test_checkpoint commands/test_generate
+    models/test_audio_vae media/test_video benchmarks/test_quality serve/test_webhooks test_cli
+    models/test_video_vae models/test_guided_step train/test_precomputed train/test_run media/test_output
+    commands/test_probe models/test_samplers test_counts commands/test_natural stages/test_denoise
+    models/test_vocoder models/test_transformer kernels/test_kernels test_docs pipelines/test_refusals
+    backends/test_decode_on_devices serve/test_batch serve/test_comfyui_nodes
+    models/test_diffusion_decoder backends/test_tensor_parallel serve/test_app serve/test_page
 """.split()  # longer than their number of tests tells, the longest last
 
 
@@ -109,7 +111,7 @@ class LongestFirst:
     at the end."""
 
     def __init__(self, lasted: dict[str, float]):
-        self.lasted = {f"tests/{name}.py": 140 + i for i, name in enumerate(LONG_FILES)} | lasted
+        self.lasted = {f"tests/{name}.py": 1000 + i for i, name in enumerate(LONG_FILES)} | lasted
         self.seconds: Counter[str] = Counter()
 
     @pytest.hookimpl(optionalhook=True)
@@ -237,6 +239,8 @@ def pytest_collection_modifyitems(items) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def one_thread() -> None:
     """Tiny tensors, and as many test processes as cores."""
+    import torch  # not in the process that only deals tests to workers
+
     torch.set_num_threads(1)
 
 
