@@ -66,10 +66,11 @@ QUICK = ("graph", "plan", "weights", "devices", "compare")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block. line: of its fence; info: its info string; output: what the `text output`
-    after it says."""
+    """A fenced block. number: among the document's; line: of its fence; info: its info string;
+    output: what the `text output` after it says."""
 
     document: Path
+    number: int
     line: int
     info: str
     text: str
@@ -78,6 +79,11 @@ class Block:
     @property
     def language(self) -> str:
         return self.info.partition(" ")[0]
+
+    @property
+    def name(self) -> str:
+        """One that stays when lines are added, as tests/long_tests.txt has it."""
+        return f"{self.document.relative_to(ROOT)} {self.number}"
 
     @property
     def why(self) -> str:
@@ -96,7 +102,8 @@ def blocks(document: Path) -> list[Block]:
         if start is None:
             start, info = number, line[3:].strip()
             continue
-        block = Block(document, start, info, "\n".join(lines[start : number - 1]) + "\n")
+        text = "\n".join(lines[start : number - 1]) + "\n"
+        block = Block(document, len(found) + 1, start, info, text)
         if info == "text output":
             found[-1] = replace(found[-1], output=block.text)
         found.append(block)
@@ -120,7 +127,7 @@ def params(*whys: str) -> list:
     marks = {word: [getattr(pytest.mark, word)] for word in ("long", "slow")}
     jax = [[NO_JAX] * bool(JAX.search(block.text)) for block in found]
     return [
-        pytest.param(block, id=str(block), marks=[*marks.get(block.why, ()), *more])
+        pytest.param(block, id=block.name, marks=[*marks.get(block.why, ()), *more])
         for block, more in zip(found, jax, strict=True)
     ]
 
