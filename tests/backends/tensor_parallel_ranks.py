@@ -75,8 +75,9 @@ RUNS = {
 
 
 def runs_on(kind: str, devices: int) -> list[Run]:
-    """All at the first world size, at the other only the text encoder's."""
-    return [run for run in RUNS[kind] if devices == RANKS[0] or run.name.startswith("text")]
+    """All at the first world size, at the other only the text encoder's, JAX one of them."""
+    other = "text" if kind == "cuda" else "text-2.0"
+    return [run for run in RUNS[kind] if devices == RANKS[0] or run.name.startswith(other)]
 
 
 def write_inputs(folder: Path) -> None:
@@ -267,7 +268,7 @@ def main() -> None:
         forked(MEASURED, lambda rank: rank_main(MEASURED, rank, folder, measure=True))
         return
     for devices in RANKS:
-        for run in runs_on("cuda", devices):
+        for run in (*runs_on("cuda", devices), *map(Run, NAMES)):
             run.on(devices)  # once for all ranks
         forked(devices, lambda rank, size=devices: rank_main(size, rank, folder))
 

@@ -272,15 +272,15 @@ CASES: dict[str, Callable[[Operands], Case]] = {
     "pixel_norm_silu of a spectrum": partial(pixel_norm_silu, ndim=4),
     "pixel_norm_silu more channels than a tile": partial(pixel_norm_silu, channels=300),
     "snake_beta": partial(snake_beta, time=1037, signals=(1, 2)),
-    "snake_beta shorter than its filters": partial(snake_beta, time=3),
-    "snake_beta over many turns": partial(snake_beta, loud=40.0),
+    "snake_beta shorter than its filters": partial(snake_beta, time=3, signals=(1, 2)),
+    "snake_beta over many turns": partial(snake_beta, loud=40.0, signals=(1, 2)),
     "snake_beta other filters": partial(snake_beta, taps=6),
     "quantise_rows": partial(quantise_rows, width=1030),
     "quantise_rows one number": partial(quantise_rows, width=1),
     "e4m3 of a GELU": lambda x: ("quantise_rows", [x.inside(7, 30)], {"gelu": True}),
     "neighbourhood_attention": partial(neighbourhood, sizes=(5, 6, 11), window=(3, 5, 3), heads=1),
     "neighbourhood_attention centred windows":
-        partial(neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2),
+        partial(neighbourhood, sizes=(3, 5, 9), window=(3, 3, 5), beyond=2, heads=2),
     "neighbourhood_attention windows as large as the grid":
         partial(neighbourhood, sizes=(3, 4, 5), window=(3, 4, 5), dim=32),
     **{f"unpack {name}": partial(stored, encoding=name) for name in DECODED},
