@@ -32,6 +32,7 @@ MAX_ESCAPES = 2**20  # in a form of text; reading one takes half a microsecond
 SLOW_S, SLOWEST_BYTES_PER_S = 10, 64_000
 FORM = "application/x-www-form-urlencoded"
 # One body at a time: the server answers others meanwhile, and large ones need memory in turn.
+_places = asyncio.Semaphore(4)  # files that are decoded at once
 _reader = ThreadPoolExecutor(1, thread_name_prefix="body")
 
 
@@ -273,7 +274,8 @@ async def _kept(
     else:
         return item
     kind = kind_of(data, kind)
-    await check_upload(data, name, kind)
+    async with _places:
+        await check_upload(data, name, kind)
     rest = {key: value for key, value in rest.items() if key not in ("file", *KEYS, *ABOUT)}
     return {**rest, "file_id": await asyncio.to_thread(folder.keep_input, data, SUFFIX[kind], user)}
 

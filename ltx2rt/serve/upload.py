@@ -4,7 +4,6 @@ use little memory. Their bytes are kept as they are, so that a clip is that of t
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import errno
 import os
@@ -21,7 +20,6 @@ from ltx2rt.media.hdr import MAGIC, read_exr
 from ltx2rt.media.images import formats, read_rgb
 from ltx2rt.serve.refusal import NO_SPACE, Refusal
 from ltx2rt.system import limit
-from ltx2rt.weights.files import TensorFile
 
 IMAGE, SOUND, VIDEO, MASK = "image", "sound", "video", "mask"  # a mask is an image or a video
 # an image in high dynamic range; encoded texts, which take 63 MB in float32 of LTX-2.0
@@ -42,7 +40,6 @@ CLIP = re.compile(  # first bytes of QuickTime and MP4, Matroska, AVI, MPEG-TS a
     rb"....(?:moov|mdat|wide|free|ftyp(?!avi[fs]|hei|mif1|msf1))|\x1aE\xdf\xa3|RIFF....AVI |G(?!IF8).{187}G|FLV",
     re.DOTALL,
 )
-AT_ONCE = 4  # are decoded; more wait
 # what is kept as one kind cannot be named as another
 SUFFIX = {
     IMAGE: "",
@@ -55,7 +52,6 @@ SUFFIX = {
 }
 NOT_STORED = 3  # exit status: there is no room for the file, whatever it holds
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # numpy's threads take address space, which is limited
-_places = asyncio.Semaphore(AT_ONCE)
 
 
 def kind_of(data: bytes, kind: str) -> str:
@@ -66,23 +62,24 @@ def kind_of(data: bytes, kind: str) -> str:
 
 async def check_upload(data: bytes, field: str, kind: str) -> None:
     """Raises Refusal."""
+    import asyncio  # the process that decodes does without
+
     if len(data) > (most := MAX_BYTES[kind]):
         text = f"{field}: {len(data)} bytes, expected at most {most}"
         raise Refusal(413, "payload_too_large", text, field)
-    async with _places:
-        process = await asyncio.create_subprocess_exec(
-            *READER, kind,
-            stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL, env=os.environ | ONE_THREAD,
-        )  # fmt: skip
-        try:
-            said, _ = await asyncio.wait_for(process.communicate(data), BUSY * TIME_S[kind])
-        except TimeoutError:
-            reason = f"{field}: this machine is too busy to read it; send it again later"
-            raise Refusal(503, "busy", reason, field, retry_after_s=RETRY_S) from None
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
+    process = await asyncio.create_subprocess_exec(
+        *READER, kind,
+        stdin=-1, stdout=-1, stderr=asyncio.subprocess.DEVNULL, env=os.environ | ONE_THREAD,
+    )  # fmt: skip
+    try:
+        said, _ = await asyncio.wait_for(process.communicate(data), BUSY * TIME_S[kind])
+    except TimeoutError:
+        reason = f"{field}: this machine is too busy to read it; send it again later"
+        raise Refusal(503, "busy", reason, field, retry_after_s=RETRY_S) from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
     if process.returncode == -signal.SIGXCPU:
         said = b"it takes too long to read"
     if process.returncode == NOT_STORED:
@@ -128,6 +125,8 @@ def read_light(path: Path) -> None:
 
 def read_tensors(path: Path) -> None:
     """Refuse a damaged file, and values that are not finite."""
+    from ltx2rt.weights.files import TensorFile
+
     file = TensorFile(path)
     for name in file.names():
         file.read(name)
