@@ -21,7 +21,7 @@ from benchmarks.measure import machine, record
 from ltx2rt.graph import Graph
 from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines.two_stage import TwoStage
-from ltx2rt.placement.cost import traffic
+from ltx2rt.placement.cost import by_kind, exchanges
 from ltx2rt.placement.devices import device_kind
 from ltx2rt.run.estimate import datasheet_session
 from ltx2rt.run.plan import make_plan
@@ -34,7 +34,7 @@ FIELD = {"all_reduces_per_block": 20, "all_gathers": 28}  # sglang 0.5.23, tenso
 def count(graph: Graph, num_blocks: int, compute: str) -> dict[str, Any]:
     """Executions and bytes (handed in by one device, received by it) of one step. compute: the
     dtype of activations."""
-    found = traffic(graph)
+    found = by_kind(exchanges(graph))
     reduces = [
         (node.inputs[0].type.dtype, times)
         for node, times in graph.walk()

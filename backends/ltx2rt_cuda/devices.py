@@ -22,7 +22,7 @@ SUSTAINED = Sustained(
     "h200-141gb",
     products=0.687,  # 680 TFLOP/s
     quantised=0.581,  # 1150, with quantising rows
-    attention=0.505,  # 500, cuDNN's
+    kernels={"attention": 0.505},  # 500, cuDNN's
     memory=0.604,  # 2.9 TB/s
     launch_s=60e-6,
     result_bytes_per_s=2.2e9,

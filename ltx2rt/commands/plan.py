@@ -126,7 +126,7 @@ def _exchanges(found: Estimate) -> str:
         links = "the links of its neighbours"
     if kind.exposed < 1:
         hidden = f"{1 - kind.exposed:.0%} of it hidden"
-    elif any(c.hidden_s(kind) > 1e-6 for c in found.costs):
+    elif any(c.timeline(kind).travelled_s > c.exchange_s(kind) + 1e-6 for c in found.costs):
         hidden = "less what passes under products of the other half of the tokens"
     return (
         f"exchanges: received / {links} and {kind.collective_s * 1e6:g} us each, {hidden}; "

@@ -75,11 +75,6 @@ def exchanges(graph: Graph, runs: CountsByNode = EACH_ONCE) -> dict[tuple[str, i
     return added(found)
 
 
-def traffic(graph: Graph) -> dict[str, Traffic]:
-    """Communication of one run of a placed graph, by kind of collective."""
-    return by_kind(exchanges(graph))
-
-
 def by_kind(exchanged: Mapping[tuple[str, int], Traffic]) -> dict[str, Traffic]:
     return added((op, made) for (op, _), made in exchanged.items())
 

@@ -25,25 +25,25 @@ class Sustained:
     """Rates that a device keeps up through whole requests, as shares of its data sheet's, and the
     time of a request in which no kernel runs.
 
-    on: the kind that was measured. products, quantised, attention: of the rate of products in
-    bfloat16, in 8 bits, in bfloat16. memory: of kernels that multiply nothing. launch_s: of each
+    on: the kind that was measured. products, quantised: of the rate of products in bfloat16, in 8
+    bits. kernels: of the rate in bfloat16, by the first words that `Timeline.compute` finds in a
+    node's op, dtype and last axis. memory: of kernels that multiply nothing. launch_s: of each
     kernel outside of recorded steps. result_bytes_per_s: frames on their way to the host. reload_s:
-    for each stage that reloads its weights. request_s: for a whole request. neighbourhood: as
-    attention, of windows. moved: the share of the bytes of kernels that multiply nothing which the
-    compiler leaves, the rest is fused. exposed: the share of exchanges that is waited for.
-    compiled: the rates are by the compiler's code for the kind, nothing ran.
+    for each stage that reloads its weights. request_s: for a whole request. moved: the share of the
+    bytes of kernels that multiply nothing which the compiler leaves, the rest is fused. exposed:
+    the share of exchanges that is waited for. compiled: the rates are by the compiler's code for
+    the kind, nothing ran.
     """
 
     on: str
     products: float
     quantised: float
-    attention: float
+    kernels: Mapping[str, float]
     memory: float
     launch_s: float
     result_bytes_per_s: float
     reload_s: float
     request_s: float
-    neighbourhood: float = 0.0  # 0: as attention
     moved: float = 1.0
     exposed: float = 1.0
     compiled: bool = False
@@ -81,8 +81,7 @@ class DeviceKind:
     reserve_share: float = 0.0
     sustained: Sustained | None = None
     under_load: bool = False
-    attention_flops_per_s: float = 0.0  # 0: as products
-    neighbourhood_flops_per_s: float = 0.0  # 0: as attention
+    kernels: Mapping[str, float] = field(default_factory=dict)  # FLOP/s
     moved: float = 1.0  # as `Sustained` has both
     exposed: float = 1.0
 
@@ -95,8 +94,7 @@ class DeviceKind:
             under_load=True,
             flops_per_s=s.products * self.flops_per_s,
             quantised_flops_per_s=s.quantised * self.quantised_flops_per_s,
-            attention_flops_per_s=s.attention * self.flops_per_s,
-            neighbourhood_flops_per_s=s.neighbourhood * self.flops_per_s,
+            kernels={word: share * self.flops_per_s for word, share in s.kernels.items()},
             memory_bytes_per_s=s.memory * self.memory_bytes_per_s,
             moved=s.moved,
             exposed=s.exposed,

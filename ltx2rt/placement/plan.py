@@ -143,11 +143,6 @@ class StageCost:
         """Seconds that one step waits for exchanges."""
         return self.timeline(kind).waited_s
 
-    def hidden_s(self, kind: DeviceKind) -> float:
-        """Seconds of the exchanges of one step that pass while the device computes."""
-        found = self.timeline(kind)
-        return found.travelled_s - found.waited_s
-
 
 def cost(work: Work, runs: CountsByNode = EACH_ONCE) -> StageCost:
     """A stage's cost on one device, read off its graphs. runs: of nodes that run more often."""

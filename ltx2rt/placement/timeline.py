@@ -99,10 +99,10 @@ class Timeline:
         narrow = is_quantised(node) or (self.quantised and is_plain_linear(node))
         kind = "attention" if "attention" in node.op else "product" if flops else "kernel"
         rate = self.kind.quantised_flops_per_s if narrow else self.kind.flops_per_s
-        if kind == "attention":
-            rate = self.kind.attention_flops_per_s or rate
-        if node.op == "neighbourhood_attention":
-            rate = self.kind.neighbourhood_flops_per_s or rate
+        if flops:
+            x = node.inputs[0].type
+            said = f"{node.op} of {x.dtype} over {x.axes[-1]}"
+            rate = next((r for word, r in self.kind.kernels.items() if word in said), rate)
         moved = self.moved_bytes(node)
         length_s = flops / rate + moved / self.kind.memory_bytes_per_s
         self.events.append(Event(DEVICE, kind, node.op, self.clock_s, length_s, flops))

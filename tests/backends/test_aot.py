@@ -11,7 +11,7 @@ from ltx2rt.graph import Graph
 from ltx2rt.passes.interleave import interleave
 from ltx2rt.passes.loop import taken_apart
 from ltx2rt.pipelines.one_stage import OneStage
-from ltx2rt.placement.cost import traffic, weight_bytes
+from ltx2rt.placement.cost import by_kind, exchanges, weight_bytes
 from ltx2rt.session.options import parse_mesh
 from ltx2rt.weights.presets import preset
 
@@ -22,7 +22,7 @@ CLIP = {"width": 256, "height": 256, "num_frames": 9}
 
 def planned(graph: Graph) -> tuple[dict[str, int], int]:
     """Executions by kind, under HLO's names, and bytes received, of one run of a placed graph."""
-    found = traffic(graph)
+    found = by_kind(exchanges(graph))
     counts = {kind.replace("_", "-"): t.count for kind, t in found.items()}
     return counts, sum(t.received_bytes for t in found.values())
 

@@ -18,7 +18,7 @@ from ltx2rt.instruments.ahead import COMPILED, Compilation, Target, compile_job,
 from ltx2rt.instruments.make import standing_for
 from ltx2rt.pipelines import pipelines
 from ltx2rt.pipelines.two_stage import TwoStage
-from ltx2rt.placement.cost import flops, traffic
+from ltx2rt.placement.cost import by_kind, exchanges, flops
 from ltx2rt.session.options import ModelOptions
 from tests.conftest import read_by, refused
 
@@ -61,7 +61,10 @@ def test_a_run_is_compiled_as_generate_would_run_it():
     assert images == [(1, "384x256x1"), (2, "768x512x1")]
     assert graphs["upsampler"].inputs["latent"].type.shape == (1, 128, 16, 8, 12)
     assert graphs["video-decoder"].inputs["latent"].type.shape == (1, 128, 10, 16, 24)  # one tile
-    assert traffic(graphs["video-decoder"]) == {} and traffic(graphs["upsampler"]) == {}
+    assert (
+        by_kind(exchanges(graphs["video-decoder"])) == {}
+        and by_kind(exchanges(graphs["upsampler"])) == {}
+    )
 
 
 def test_a_mesh_that_divides_the_model_is_chosen_and_said(capsys):

@@ -12,7 +12,7 @@ import pytest
 
 from ltx2rt.backend import get_backend
 from ltx2rt.models import guided_step, transformer
-from ltx2rt.placement.cost import traffic
+from ltx2rt.placement.cost import by_kind, exchanges
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.weights.presets import preset
@@ -149,7 +149,11 @@ def test_a_full_size_step_communicates_no_more_than_promised(mesh, most, most_by
     reduces = 7 * 48 if "tensor" in mesh else 0
     assert found == Counter(all_to_all=2 * 48, all_gather=48 + 1, all_reduce=reduces)
     assert sum(found.values()) <= most
-    assert 0.8 * most_bytes < sum(t.received_bytes for t in traffic(graph).values()) <= most_bytes
+    assert (
+        0.8 * most_bytes
+        < sum(t.received_bytes for t in by_kind(exchanges(graph)).values())
+        <= most_bytes
+    )
 
 
 @pytest.mark.parametrize(
@@ -207,6 +211,8 @@ def report(backend, one, found) -> None:
 
 
 def check_jax() -> None:
+    from ltx2rt_tpu.weights import weights_on
+
     one = case(MASKED)
     backend = get_backend("tpu", "cpu", {"guidance": 2, "tensor": 3})
     meshes = (backend.mesh, {"sequence": 2, "tensor": 3}), ({"fsdp": 2, "tensor": 3},)
@@ -215,7 +221,7 @@ def check_jax() -> None:
         for graph in graphs:
             program = backend.lower(graph)
             report(backend, one, program(weights, one.inputs))
-            for name, array in program._weights(weights).items():
+            for name, array in weights_on(program.place, graph, weights).items():
                 value, count = graph.all_params()[name]
                 here, there = (x.addressable_shards for x in (array, weights[name]))
                 assert here[0].data.nbytes == value.type.nbytes * count, name

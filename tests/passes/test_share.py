@@ -20,7 +20,7 @@ from ltx2rt.passes.place import place
 from ltx2rt.passes.quantise import quantise
 from ltx2rt.passes.share import share
 from ltx2rt.passes.unroll import unroll
-from ltx2rt.placement.cost import flops, traffic
+from ltx2rt.placement.cost import by_kind, exchanges, flops
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
 from ltx2rt.weights.presets import preset
@@ -158,7 +158,7 @@ def test_a_placed_step_communicates_no_more(mesh, generation):
     on = Placement(PROFILES["trillium"], mesh)
     placed = place(graph, on.rules("transformer", weights=False), mesh)
     shared = share(placed)
-    before, after = traffic(placed), traffic(shared)
+    before, after = by_kind(exchanges(placed)), by_kind(exchanges(shared))
     assert before.keys() == after.keys()
     for name in before:
         assert after[name].count <= before[name].count, name

@@ -4,7 +4,15 @@ import pytest
 
 from ltx2rt.graph import trace
 from ltx2rt.graph.ops import COLLECTIVES
-from ltx2rt.placement.cost import RECEIVED, Traffic, activation_bytes, flops, traffic, weight_bytes
+from ltx2rt.placement.cost import (
+    RECEIVED,
+    Traffic,
+    activation_bytes,
+    by_kind,
+    exchanges,
+    flops,
+    weight_bytes,
+)
 
 
 def collective(name: str, parts: int):
@@ -42,7 +50,7 @@ def test_every_collective_says_what_a_device_receives():
     ("all_to_all", 4, 3 * 48),
 ])  # fmt: skip
 def test_a_device_receives_what_the_others_send_it(name, parts, received):
-    assert traffic(collective(name, parts)) == {name: Traffic(1, 192, received)}
+    assert by_kind(exchanges(collective(name, parts))) == {name: Traffic(1, 192, received)}
 
 
 def test_multiplications_and_additions_count_two():

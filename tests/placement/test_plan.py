@@ -11,7 +11,7 @@ from ltx2rt.flags import flagged
 from ltx2rt.graph.trace import trace
 from ltx2rt.instruments.make import make_checkpoint, standing_for
 from ltx2rt.pipelines import pipeline
-from ltx2rt.placement.cost import touched_bytes, traffic
+from ltx2rt.placement.cost import by_kind, exchanges, touched_bytes
 from ltx2rt.placement.devices import device_kind, device_kinds
 from ltx2rt.placement.plan import StageCost, Work, beside_recorded, cost
 from ltx2rt.run.estimate import Devices, Estimate, estimate
@@ -218,7 +218,7 @@ def test_replicated_parts_are_named_with_their_reason():
 
 
 def test_traffic_of_an_unplaced_graph_is_none():
-    assert traffic(graph(plan(devices=1), "guided-step")) == {}
+    assert by_kind(exchanges(graph(plan(devices=1), "guided-step"))) == {}
 
 
 @pytest.mark.parametrize("settings,words", [

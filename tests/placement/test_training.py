@@ -5,7 +5,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ltx2rt.backend import get_backend
 from ltx2rt.passes.adapters import MARK
-from ltx2rt.placement.cost import exchanges, flops, node_flops, traffic
+from ltx2rt.placement.cost import by_kind, exchanges, flops, node_flops
 from ltx2rt.placement.training import gradient_sums, runs_of, training_memory
 from tests.train_cases import WEIGHTS, placed, step, trainer
 
@@ -43,9 +43,9 @@ def test_a_frozen_weight_has_no_gradient_and_what_is_before_the_adapters_none_at
 @pytest.mark.parametrize("mesh", [{"tensor": 2}, {"sequence": 2}, {"fsdp": 2}, {"data": 2}])
 def test_exchanges_come_back_and_frozen_weights_do_not(mesh):
     graph = placed("2.3", mesh)
-    forward, kept = traffic(graph), exchanges(graph, runs_of(graph, remat="none"))
+    forward, kept = by_kind(exchanges(graph)), exchanges(graph, runs_of(graph, remat="none"))
     count = {op: sum(t.count for (name, _), t in kept.items() if name == op) for op in forward}
-    (sums,) = traffic(gradient_sums(graph, mesh)).values()
+    (sums,) = by_kind(exchanges(gradient_sums(graph, mesh))).values()
     assert sums.count == 1
     if "fsdp" in mesh:  # gathered, and only adapters send something back
         sent = kept["all_gather", 2].bytes
