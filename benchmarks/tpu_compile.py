@@ -136,7 +136,7 @@ PROGRAMS = {  # name -> flags, target
 
 REAL_TIME = {  # cell -> calls on one device for one clip of 1920x1088, 121 frames, with sound
     "text-hd-2.5": 1, "before1-hd-2.5": 1, "stage1-hd-2.5": 8, "upsampler-hd-2.5": 1,
-    "before2-hd-2.5": 1, "stage2-hd-2.5": 3, "audio-hd-2.5": 2, "vocoder-hd-2.5": 2,
+    "before2-hd-2.5": 1, "stage2-hd-2.5": 3, "audio-hd-2.5": 2, "vocoder-hd-2.5": 1,
     "decode-hd-2.5": 1,
 }  # fmt: skip
 PLANNED = f"plan {DIFFUSION} --width 1920 --height 1088 --json"

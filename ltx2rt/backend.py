@@ -11,6 +11,7 @@ from collections.abc import (
     Callable,
     Collection,
     Container,
+    Generator,
     Iterable,
     Iterator,
     Mapping,
@@ -260,7 +261,7 @@ class Backend(Protocol):
     def merge(self, weight: np.ndarray, factors: Sequence[Any], rounded: bool) -> Any:
         """`weights.lora.merge` on the device, sums in another order, for `load`'s source."""
 
-    def each(self, calls: Iterable[Call], output: str) -> Iterator[Any]:
+    def each(self, calls: Iterable[Call], output: str) -> Generator[Any]:
         """The output of every call, in order, as what `to_host` takes; all devices share the calls.
 
         On a process that is not the main one, None for each. A result is handed out once later

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future
 from functools import partial, reduce
 from operator import mul
@@ -241,7 +241,7 @@ class CudaBackend:
 
     def each(
         self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str
-    ) -> Iterator[Any]:
+    ) -> Generator[Any]:
         """Processes take calls in turn; the main one gets the results sent."""
         latest: deque[Any] = deque(maxlen=max(2, self.num_processes))
 

@@ -80,10 +80,9 @@ class AheadCompiler:
             lowered = Gradients(graph, place, part).lowered()
         else:
             assert part in (None, "each"), part
-            each = part == "each" and isinstance(place, NamedSharding)
-            if graph.name in ASSEMBLED and not each:
+            if graph.name in ASSEMBLED:
                 return assembled(Assembled(graph, place), self.code)
-            lowered = Program(graph, place, unrolled=False).lowered(each)
+            lowered = Program(graph, place, unrolled=False).lowered(part == "each")
         return compiled(lowered, steps, self.code)
 
     def _place(self, graph: Graph) -> Sharding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,7 +30,16 @@ from ltx2rt_tpu.as_run import ASSEMBLED
 from ltx2rt_tpu.distributed import agree, device_mesh, join, silence_gloo
 from ltx2rt_tpu.hosts import HOST_VARIABLES
 from ltx2rt_tpu.ops.stored import encode
-from ltx2rt_tpu.program import COMPILERS, Assembled, Loop, Program, compilations
+from ltx2rt_tpu.program import (
+    COMPILERS,
+    Assembled,
+    Call,
+    Loop,
+    Program,
+    apart,
+    compilations,
+    together,
+)
 from ltx2rt_tpu.weights import (
     TILED_KIND,
     FileLayers,
@@ -209,17 +218,20 @@ class TpuBackend:
             return merge(weight, factors, rounded)
         return merged(weight, factors, rounded, self.jax_device)
 
-    def each(
-        self, calls: Iterable[tuple[Program, Weights, Mapping[str, Any]]], output: str
-    ) -> Iterator[Any]:
+    def each(self, calls: Iterable[Call], output: str) -> Generator[Any]:
         """Consecutive calls of one program run together, one on each device."""
-        devices = self.place.mesh.size if isinstance(self.place, NamedSharding) else 1
+        devices, _ = apart(self.place)
 
         def started() -> Iterator[list[Any]]:
             for _, same in groupby(calls, key=lambda call: id(call[0])):
                 while batch := list(islice(same, devices)):
-                    program, weights, _ = batch[0]
-                    yield program.together(weights, [inputs for *_, inputs in batch], output)
+                    yield (
+                        together(batch, output)
+                        if devices > 1
+                        else [
+                            program(weights, inputs)[output] for program, weights, inputs in batch
+                        ]
+                    )
 
         for batch in overlapped(started(), 1):
             yield from batch

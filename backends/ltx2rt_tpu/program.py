@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, cached_property, partial
@@ -12,6 +12,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array, ShapeDtypeStruct, lax
 from jax.experimental import multihost_utils
@@ -148,22 +149,24 @@ class Ahead(ABC):
 class Program(Ahead):
     """One lowered graph under one jit; `weights`: arrays by name, `*` names stacked over layers."""
 
+    local: Any = tuple  # the shape in which `shared` takes an array
+
     def __init__(self, graph: Graph, place: Sharding, unrolled: bool):
         self.graph = as_run(graph, device_kind(place))
         self.place, self.unrolled, self.ops = place, unrolled, ops_for(place)
         options = compiler_options(graph, place)
         # for a jit of somebody's own, in which no other may have options
-        self.nested: Any = jax.jit(self._run)
-        self.function: Any = jax.jit(self._run, compiler_options=options)
-        self.shared: Any = jax.jit(self._each, compiler_options=options)
+        whole, each = (partial(self._run, lie) for lie in (P(), own(place)))
+        self.nested: Any = jax.jit(whole)
+        self.function: Any = jax.jit(whole, compiler_options=options)
+        self.shared: Any = jax.jit(each, compiler_options=options)
         self._layered: Layered | None = None
 
     def release(self) -> None:
         super().release()
         self._layered = None
-        self.nested.clear_cache()
-        self.function.clear_cache()
-        self.shared.clear_cache()
+        for made in (self.nested, self.function, self.shared):
+            made.clear_cache()
 
     def lowered(self, each: bool = False) -> Lowered:
         """Lower it for a call, or for `together`."""
@@ -171,12 +174,7 @@ class Program(Ahead):
         weights = abstract_weights(self.graph, place)
         if not each or not isinstance(place, NamedSharding):
             return self.function.lower(weights, abstract(inputs, place))
-        parts, count = NamedSharding(place.mesh, own(place)), place.mesh.size
-        led, types = (
-            partial(ShapeDtypeStruct, sharding=parts),
-            {n: v.type for n, v in inputs.items()},
-        )
-        stacked = {n: led((count * t.shape[0], *t.shape[1:]), t.dtype) for n, t in types.items()}
+        stacked = {name: on_each(x) for name, x in abstract(inputs, place).items()}
         return self.shared.lower(weights, stacked)
 
     def compile_now(self, each: bool) -> None:
@@ -184,8 +182,9 @@ class Program(Ahead):
             lowered = self.lowered(each)
         lowered.compile()
 
-    def _run(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
-        run_all = on_mesh(self._local, self.place, weight_specs(self.graph), P(), out=P())
+    def _run(self, lie: P, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
+        """Run the graph. lie: how inputs and outputs do."""
+        run_all = on_mesh(self._local, self.place, weight_specs(self.graph), lie, out=lie)
         return run_all(weights, inputs)
 
     def _local(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
@@ -193,47 +192,13 @@ class Program(Ahead):
         found = run(self.graph, weights, ordered, self.unrolled, self.ops)
         return dict(zip(self.graph.outputs, found, strict=True))
 
-    def _each(self, weights: Weights, inputs: dict[str, Array]) -> dict[str, Array]:
-        """Run the graph on every device, each on its slice of the inputs along the first axis."""
-        lead = own(self.place)
-        return on_mesh(self._local, self.place, P(), lead, out=lead)(weights, inputs)
-
-    def upload(self, name: str, value: Any) -> Array:
-        return upload(self.graph, name, value, self.place)
-
-    def together(
-        self, weights: Weights, several: list[Mapping[str, Any]], output: str
-    ) -> list[Any]:
-        """`output` for each of several inputs, at most one per device; weights are whole on each.
-        Nothing communicates, but results of other processes' devices are gathered."""
-        place = self.place
-        if not isinstance(place, NamedSharding):
-            return [self(weights, inputs)[output] for inputs in several]
-        self.ready()
-        count, parts = place.mesh.size, NamedSharding(place.mesh, own(place))
-        stacked = {}
-        for name, v in self.graph.inputs.items():
-            rows = [np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype]) for inputs in several]
-            empty = [np.zeros_like(rows[0])] * (count - len(rows))
-            whole = np.concatenate([*rows, *empty])
-            stacked[name] = jax.make_array_from_callback(whole.shape, parts, whole.__getitem__)
-        y = self.shared(self._weights(weights), stacked)[output]
-        if not y.is_fully_addressable:
-            whole = multihost_utils.process_allgather(y, tiled=True)
-            return np.split(whole, count)[: len(several)]
-        shards = sorted(y.addressable_shards, key=lambda shard: shard.index[0].start or 0)
-        return [shard.data for shard in shards[: len(several)]]
-
-    def _weights(self, weights: Weights) -> Weights:
-        return weights_on(self.place, self.graph, weights)
-
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
         self.ready()
-        uploaded = {name: self.upload(name, v) for name, v in inputs.items()}
+        uploaded = {name: upload(self.graph, name, x, self.place) for name, x in inputs.items()}
         hosted = (name for name in self.graph.all_params() if is_streamed(weights[name]))
         if names := frozenset(hosted):
             return self.layered(names)(weights, uploaded)
-        return self.function(self._weights(weights), uploaded)
+        return self.function(weights_on(self.place, self.graph, weights), uploaded)
 
     def layered(self, hosted: frozenset[str]) -> Layered:
         """hosted: names of the weights with layers in the host's memory."""
@@ -246,7 +211,7 @@ class Program(Ahead):
 
 class Assembled(Ahead):
     """A lowered graph as executables compiled side by side: the loops that `roll` makes, and what
-    lies between. Every device of a mesh runs everything.
+    lies between. Each device of a mesh runs all of them, on its own inputs and whole weights.
 
     For the vocoder: its hundreds of small unlike convolutions and filters would keep the TPU
     compiler busy for a quarter of an hour. Compiling with `EFFORT` takes half of the time of full
@@ -255,7 +220,7 @@ class Assembled(Ahead):
 
     def __init__(self, graph: Graph, place: Sharding):
         self.graph = roll(as_run(graph, device_kind(place)))
-        self.place, self.ops = place, ops_for(place)
+        self.place, self.ops, self.local = place, ops_for(place), _flat
         self.parts = parts(self.graph)
         last = {id(v): i for i, part in enumerate(self.parts) for v in part.inputs.values()}
         for v in self.graph.outputs.values():
@@ -299,34 +264,63 @@ class Assembled(Ahead):
             pool.shutdown(wait=False, cancel_futures=True)  # an interrupt waits for no compiler
 
     def _lowered(self, part: Graph) -> Lowered:
+        place, whole, ends = self.place, self.graph.params.values(), self.graph.outputs.values()
+        made = [v.type.shape if v in ends else _flat(v.type.shape) for v in part.outputs.values()]
+
         def run_part(*operands: Array) -> tuple[Array, ...]:
-            pairs = zip(operands, part.inputs.values(), strict=True)
-            found = run(part, {}, [x.reshape(v.type.shape) for x, v in pairs], ops=self.ops)
-            return tuple(x.reshape(_flat(x.shape)) for x in found)
+            given = map(jnp.reshape, operands, (v.type.shape for v in part.inputs.values()))
+            return tuple(map(jnp.reshape, run(part, {}, [*given], ops=self.ops), made))
 
         run_part.__name__ = part.name
-        types = (v.type for v in part.inputs.values())
-        operands = [ShapeDtypeStruct(_flat(t.shape), t.dtype, sharding=self.place) for t in types]
-        return jax.jit(run_part, out_shardings=self.place).lower(*operands)
+        operands, lie = [], []
+        for v in part.inputs.values():
+            like = ShapeDtypeStruct(_flat(v.type.shape), v.type.dtype, sharding=place)
+            lie.append(P() if v in whole else own(place))
+            operands.append(like if v in whole else on_each(like))
+        return jax.jit(on_mesh(run_part, place, *lie, out=own(place))).lower(*operands)
 
     def __call__(self, weights: Weights, inputs: Mapping[str, Any]) -> dict[str, Array]:
-        self.ready()
-        graph, place = self.graph, self.place
-        given = {name: upload(graph, name, value, place) for name, value in inputs.items()}
-        given |= weights_on(place, graph, weights)
-        values = graph.inputs | graph.params
-        env = {id(v): given[name].reshape(_flat(v.type.shape)) for name, v in values.items()}
+        return {name: together([(self, weights, inputs)], name)[0] for name in self.graph.outputs}
+
+    def shared(self, weights: Weights, inputs: Mapping[str, Array]) -> dict[str, Array]:
+        """Run every device on its slice of the inputs along their first axis."""
+        graph = self.graph
+        env = {id(v): inputs[name] for name, v in graph.inputs.items()}
+        env |= {
+            id(v): weights[name].reshape(_flat(v.type.shape)) for name, v in graph.params.items()
+        }
         steps = zip(self.parts, self.executables, self.dropped, strict=True)
         for part, executable, dropped in steps:
             results = executable(*(env[id(v)] for v in part.inputs.values()))
             env |= {id(v): x for v, x in zip(part.outputs.values(), results, strict=True)}
             for key in dropped:
                 del env[key]
-        return {name: env[id(v)].reshape(v.type.shape) for name, v in self.graph.outputs.items()}
+        return {name: env[id(v)] for name, v in graph.outputs.items()}
 
 
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(n for n in shape if n != 1)
+def _flat(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1) or (1,)
+
+
+Call = tuple[Program | Assembled, Weights, Mapping[str, Any]]
+
+
+def together(calls: Sequence[Call], output: str) -> list[Any]:
+    """`output` of each of a program's calls, at most one per device; weights are whole on each.
+    Nothing communicates, but results of other processes' devices are gathered."""
+    program, weights, _ = calls[0]
+    (count, parts), stacked = apart(program.place), {}
+    program.ready()
+    for name, v in program.graph.inputs.items():
+        rows = [np.asarray(inputs[name], NUMPY_DTYPES[v.type.dtype]) for *_, inputs in calls]
+        rows += [np.zeros_like(rows[0])] * (count - len(rows))
+        whole = np.concatenate([row.reshape(program.local(v.type.shape)) for row in rows])
+        stacked[name] = jax.make_array_from_callback(whole.shape, parts, whole.__getitem__)
+    y = program.shared(weights_on(program.place, program.graph, weights), stacked)[output]
+    if not y.is_fully_addressable:
+        return np.split(multihost_utils.process_allgather(y, tiled=True), count)[: len(calls)]
+    shards = sorted(y.addressable_shards, key=lambda shard: shard.index[0].start or 0)
+    return [shard.data for shard in shards[: len(calls)]]
 
 
 class Loop(Ahead):
@@ -362,10 +356,9 @@ class Loop(Ahead):
 
     def lowered_steps(self) -> Lowered:
         body, place = self.parts.body, self.place
-        parts = NamedSharding(place.mesh, own(place)) if isinstance(place, NamedSharding) else place
         found = self.before.eval_shape(*self._before_arguments())
-        led = partial(ShapeDtypeStruct, sharding=parts)
-        prepared = {name: led(x.shape, x.dtype) for name, x in found.items()}
+        like = partial(ShapeDtypeStruct, sharding=apart(place)[1])
+        prepared = {name: like(x.shape, x.dtype) for name, x in found.items()}
         other = body.inputs.keys() - prepared.keys() - set(self.parts.state)
         constants = {name: v for name, v in self.graph.inputs.items() if name in other}
         bound, state = ShapeDtypeStruct((), "int32"), abstract(body.outputs, place)
@@ -421,8 +414,8 @@ class Loop(Ahead):
         prepared = self.before(weights_on(place, before, weights), entering)
         known = {*prepared, *state}
         constants = {name: given[name] for name in body.inputs if name not in known}
-        types = {name: v.type for name, v in body.outputs.items()}
-        zeros = {n: np.zeros(t.shape, NUMPY_DTYPES[t.dtype]) for n, t in types.items()}
+        made = body.outputs.items()
+        zeros = {n: np.zeros(v.type.shape, NUMPY_DTYPES[v.type.dtype]) for n, v in made}
         outputs = {n: given[n] if n in state else replicate(x, place) for n, x in zeros.items()}
         laid = weights_on(place, body, weights)
 
@@ -435,10 +428,23 @@ class Loop(Ahead):
             yield jax.block_until_ready(finished)
 
 
+def apart(place: Sharding) -> tuple[int, Sharding]:
+    """Return the number of devices, and a sharding that gives each one slice of the first axis."""
+    if isinstance(place, NamedSharding):
+        return place.mesh.size, NamedSharding(place.mesh, own(place))
+    return 1, place
+
+
+def on_each(x: ShapeDtypeStruct) -> ShapeDtypeStruct:
+    """An array like x for each device, instead of one for all."""
+    count, parts = apart(x.sharding)
+    return ShapeDtypeStruct((count * x.shape[0], *x.shape[1:]), x.dtype, sharding=parts)
+
+
 def abstract(values: Mapping[str, Value], place: Sharding) -> dict[str, ShapeDtypeStruct]:
     """Inputs or outputs, whole on every device."""
-    types = {name: v.type for name, v in values.items()}
-    return {n: ShapeDtypeStruct(t.shape, t.dtype, sharding=place) for n, t in types.items()}
+    like = partial(ShapeDtypeStruct, sharding=place)
+    return {name: like(v.type.shape, v.type.dtype) for name, v in values.items()}
 
 
 def upload(graph: Graph, name: str, value: Any, place: Sharding) -> Array:

@@ -26,7 +26,7 @@ from ltx2rt.pipelines.groups.images import Images
 from ltx2rt.pipelines.groups.size import DEFAULT_FRAMES, Size
 from ltx2rt.pipelines.kind import fitted
 from ltx2rt.pipelines.request import Request
-from ltx2rt.placement.cost import weight_bytes
+from ltx2rt.placement.cost import activation_bytes, weight_bytes
 from ltx2rt.placement.devices import DeviceKind, slice_chips, topology
 from ltx2rt.placement.mesh import canonical
 from ltx2rt.placement.mesh import in_words as mesh_in_words
@@ -173,10 +173,11 @@ def _cells(session: Session, clip: Clip, loras: Loras, target: Target) -> Iterat
         fitted = stage.within(session)
         if any(call.network in asked for call in fitted.needs(session.config)):
             stage = fitted  # else what is asked for is what other devices would run
-        calls = list({session.key(call): call for call in stage.needs(session.config)}.values())
-        if each := [call for call in calls if call.each]:
-            largest = max(each, key=lambda c: session.graph(c).outputs["frames"].type.nbytes)
-            calls = [*(call for call in calls if not call.each), largest]
+        calls = {session.key(call): call for call in stage.needs(session.config)}.values()
+        each = sorted(
+            (c for c in calls if c.each), key=lambda c: activation_bytes(session.graph(c))
+        )
+        calls = [*(call for call in calls if not call.each), *each[-1:]]
         number = next((i for i in (1, 2) if stage.name.startswith(f"stage{i}")), None)
         if number is not None and target.stage not in (None, number):
             continue

@@ -24,13 +24,12 @@ def holds(theirs: WeightsKey, ours: WeightsKey) -> bool:
 
 @dataclass(frozen=True)
 class Call:
-    """network: of the catalog; sizes: what its graph is traced from. times: how often a stage, or
-    each of its steps, runs it. steps: of a denoise loop, None for a network that runs once. each:
-    devices share out such calls. room: steps of a longer loop with which it shares a program."""
+    """network: of the catalog; sizes: what its graph is traced from. steps: of a denoise loop, None
+    for a network that runs once. each: devices share out such calls. room: steps of a longer loop
+    with which it shares a program."""
 
     network: str
     sizes: Any
-    times: int = 1
     steps: int | None = None
     loras: tuple[LoraSpec, ...] = ()
     each: bool = False
@@ -56,5 +55,5 @@ class Call:
 
     @property
     def program(self) -> tuple[str, Any, int | None]:
-        """The key of kept programs: calls that differ only in times or LoRAs share one."""
+        """The key of kept programs: calls that differ only in LoRAs share one."""
         return self.network, self.sizes, None if self.slots is None else step_slots(self.slots)

@@ -88,11 +88,8 @@ class Memory:
             ]
             for call in calls:
                 self._hold(here, call)
-            copied = sum(self._streamed_bytes(call) * call.times for call in calls)
-            key = (
-                stage.name,
-                tuple((session.key(call), call.times, call.steps) for call in calls),
-            )
+            copied = sum(map(self._streamed_bytes, calls))
+            key = stage.name, tuple((session.key(call), call.steps) for call in calls)
             made = kept(self.known, key, lambda s=stage, c=calls: self._cost(s.name, c), MAX_COSTS)
             alive = made.activation_bytes + stage.holds(session.config)
             made = replace(made, part=part, streamed_bytes=copied, activation_bytes=alive)
@@ -154,7 +151,7 @@ class Memory:
                 else loops[0].body
             )
             _, before = runs.get(key := self.session.key(call), (graph, 0))
-            runs[key] = graph, before + call.times
+            runs[key] = graph, before + 1
         steps = max((call.steps or 1 for call in calls), default=1)
         return cost(Work(name, tuple(runs.values()), {}, steps, loops[0].before if loops else None))
 

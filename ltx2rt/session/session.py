@@ -7,7 +7,7 @@ go first), weights by network and LoRAs, the contexts of the latest prompts.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -170,7 +170,7 @@ class Session:
         weights = self.load(call)
         return self.program(call)(weights, feeds)
 
-    def each(self, calls: Iterable[tuple[Call, Mapping[str, Any]]], output: str) -> Iterator[Any]:
+    def each(self, calls: Iterable[tuple[Call, Mapping[str, Any]]], output: str) -> Generator[Any]:
         """`output` of every call in order, on a device; all devices share the calls. On a process
         that is not the main one, None for each."""
         return self.backend.each(

@@ -8,7 +8,7 @@ the same clip as one that never stopped.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from itertools import islice, pairwise, takewhile
@@ -26,7 +26,7 @@ from ltx2rt.session.session import Call, Session
 from ltx2rt.session.stopwatch import Stopwatch
 from ltx2rt.stages.joined import WholeClip
 from ltx2rt.stages.kept_steps import STEPS, durable
-from ltx2rt.stages.sound import Sound, decode_mel, vocode
+from ltx2rt.stages.sound import Finished, Sound, decode_mel, vocode
 from ltx2rt.stages.source_sound import SourceSound, encode_mel
 from ltx2rt.stages.stage import FRAMES, SOUND, Stage, State, finite
 from ltx2rt.weights.files import TensorFile, write_arrays
@@ -191,13 +191,15 @@ class ContinuedSound(Sound):
         return min(back + ahead, most), ahead
 
     def decode(
-        self, session: Session, latent: np.ndarray, finished: Callable[[], None]
+        self, session: Session, latent: np.ndarray, finished: Finished
     ) -> tuple[np.ndarray, np.ndarray]:
         """The mel of the segment, and the waveform from its first frame on."""
         past, config = self.past, session.config
         old, new = past.mel(), decode_mel(session, latent, finished)[:, :, past.cut :]
         lead, ahead = self._lead(config)
         waveform = vocode(session, np.concatenate([old[:, :, -lead:], new], 2), finished)[0]
+        if not waveform.size:
+            return new, waveform
         size = vocoder.frame_samples(config.vocoder)  # samples of a mel frame
         rate = config.vocoder.sample_rate
         stop = past.before.sample(past.before.origin, rate) + size * (past.place + past.cut - ahead)

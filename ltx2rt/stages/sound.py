@@ -1,15 +1,18 @@
 """audio: decode the chosen audio latents to waveforms in chunks of one length, so that a clip of
 another length builds no program.
 
-Processes other than the main one have nothing to do. The official pipelines decode a clip at once;
-a chunk brings all that its kept part depends on, and ends where the clip ends, so that the result
-is the same but for rounding.
+Devices share the vocoder's chunks. Every process makes the whole spectrogram for them, which takes a
+fiftieth of the vocoder's time; only the main one gets waveforms. The official pipelines decode a
+clip at once; a chunk brings all that its kept part depends on, and ends where the clip ends, so that
+the result is the same but for rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +26,7 @@ from ltx2rt.stages.stage import SOUND, Stage, State, finite, videos_of
 # audio latents, 3.2 s: two such chunks are enough for the 126 latents of 121 frames at 24 per
 # second
 CHUNK = 80
+Finished = Callable[[], None]  # called after every chunk
 
 
 @dataclass(frozen=True)
@@ -33,83 +37,76 @@ class Sound(Stage):
     makes = (SOUND,)
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        mel = self.geometry.mel_shape(model.audio_vae)
-        for network, shape, chunks in (
-            (
-                "audio-decoder",
-                self.geometry.audio_shape,
-                latent_chunks(model, self.geometry.audio_latents),
-            ),
-            ("vocoder", mel, mel_chunks(model, self.vocoded(model))),
-        ):
-            yield Call(network, chunks.shape(shape), times=len(chunks.parts) * self.num_videos)
+        latents = latent_chunks(model, self.geometry.audio_latents)
+        mel = mel_chunks(model, self.vocoded(model))
+        heard = self.geometry.mel_shape(model.audio_vae)
+        for _ in range(self.num_videos):
+            yield from latents.calls("audio-decoder", self.geometry.audio_shape)
+            yield from mel.calls("vocoder", heard, each=True)
 
     def vocoded(self, model: ModelConfig) -> int:
         """Mel frames that the vocoder is given."""
         return self.geometry.mel_shape(model.audio_vae)[2]
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
-        num_chunks = sum(call.times for call in self.needs(session.config))
-        if not session.backend.is_main and session.backend.num_processes > 1:
-            for _ in range(num_chunks):
-                watch.check()
-            return
         assert state.sound is not None, "no stage kept its sound"
-        with watch.stage(self.name, num_chunks, "chunks") as done:
+        with watch.stage(self.name, len([*self.needs(session.config)]), "chunks") as done:
 
             def finished() -> None:
                 done()
                 watch.check()
 
-            made = [self.decode(session, x, finished) for x in videos_of(state.sound)]
-            state.mel, waveforms = map(np.concatenate, zip(*made, strict=True))
-        finite(self.name, waveforms=waveforms)
-        state.hear(waveforms, session.config.vocoder.sample_rate)
+            mel, waveforms = self.decode(session, state.sound, finished)
+        if waveforms.size:
+            finite(self.name, waveforms=waveforms)
+            state.mel = mel
+            state.hear(waveforms, session.config.vocoder.sample_rate)
 
     def decode(
-        self, session: Session, latent: np.ndarray, finished: Callable[[], None]
+        self, session: Session, latent: np.ndarray, finished: Finished
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Decode like `decode_sound`."""
         return decode_sound(session, latent, finished)
 
 
 def decode_sound(
-    session: Session, latent: np.ndarray, finished: Callable[[], None] = lambda: None
+    session: Session, latent: np.ndarray, finished: Finished = lambda: None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Normalised latent [B,8,n,16] -> mel [B,2,T,64] and waveform [B,2,N] at
-    config.vocoder.sample_rate. finished: called after every chunk."""
+    config.vocoder.sample_rate, as `vocode` makes it."""
     mel = decode_mel(session, latent, finished)
     return mel, vocode(session, mel, finished)
 
 
-def decode_mel(session: Session, latent: np.ndarray, finished: Callable[[], None]) -> np.ndarray:
+def decode_mel(session: Session, latent: np.ndarray, finished: Finished) -> np.ndarray:
     """Normalised latent [B,8,n,16] -> mel [B,2,T,64], the natural logarithm."""
-
-    def to_mel(part: np.ndarray) -> np.ndarray:
-        outputs = session.run(Call("audio-decoder", part.shape), {"latent": part})
-        mel = session.backend.to_host(outputs["mel"])
-        finished()
-        return mel
-
     factor = session.config.audio_vae.time_factor
     parts = latent_chunks(session.config, latent.shape[2])
-    return parts.run(latent, to_mel, factor, early=factor - 1)
+    results = (
+        session.run(Call("audio-decoder", part.shape), {"latent": part})["mel"]
+        for part in parts.cut(latent)
+    )
+    return parts.join(_taken(session, results, finished), factor, early=factor - 1)
 
 
-def vocode(
-    session: Session, mel: np.ndarray, finished: Callable[[], None] = lambda: None
-) -> np.ndarray:
-    """mel [B,2,T,64] -> waveform [B,2,N] at config.vocoder.sample_rate."""
-    config = session.config.vocoder
+def vocode(session: Session, mel: np.ndarray, finished: Finished) -> np.ndarray:
+    """mel [B,2,T,64], the same in all processes -> waveform [B,2,N] at config.vocoder.sample_rate;
+    of no samples where only the main process has it."""
+    config, parts = session.config.vocoder, mel_chunks(session.config, mel.shape[2])
+    calls = ((Call("vocoder", part.shape), vocoder.feeds(config, part)) for part in parts.cut(mel))
+    # closed if `finished` raises, so that no process waits for another's chunk
+    with closing(session.each(calls, "waveform")) as results:
+        made = _taken(session, results, finished)
+    return parts.join(made, vocoder.frame_samples(config)) if made else mel[..., :0, 0]
 
-    def to_waveform(part: np.ndarray) -> np.ndarray:
-        outputs = session.run(Call("vocoder", part.shape), vocoder.feeds(config, part))
-        waveform = session.backend.to_host(outputs["waveform"])
+
+def _taken(session: Session, results: Iterable[Any], finished: Finished) -> list[np.ndarray]:
+    """The results that are there, on the host."""
+    made = []
+    for result in results:
+        if result is not None:
+            made.append(session.backend.to_host(result))
         finished()
-        return waveform
-
-    parts = mel_chunks(session.config, mel.shape[2])
-    return parts.run(mel, to_waveform, vocoder.frame_samples(config))
+    return made
 
 
 @dataclass(frozen=True)
@@ -129,28 +126,25 @@ class Chunks:
     size: int
     parts: tuple[Chunk, ...]
 
-    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
-        return (*whole[:2], self.size, *whole[3:])
+    def calls(self, network: str, whole: tuple[int, ...], each: bool = False) -> list[Call]:
+        """Calls of a network for all parts of one sample."""
+        return [Call(network, (*whole[:2], self.size, *whole[3:]), each=each)] * len(self.parts)
 
-    def run(
-        self,
-        x: np.ndarray,
-        network: Callable[[np.ndarray], np.ndarray],
-        factor: int,
-        early: int = 0,
-    ):
-        """`network` of x. Position i becomes [factor i, factor (i + 1)) - early, from 0 on."""
+    def cut(self, x: np.ndarray) -> Iterator[np.ndarray]:
+        """The parts of x [B, ...], [1, ...] each, of one sample after the other."""
+        for sample in videos_of(x):
+            for chunk in self.parts:
+                at = np.arange(chunk.start, chunk.start + self.size).clip(0, x.shape[2] - 1)
+                yield sample.take(at, axis=2)
+
+    def join(self, made: list[np.ndarray], factor: int, early: int = 0) -> np.ndarray:
+        """Join the results of all parts as if of the whole. Position i becomes [factor i, factor
+        (i + 1)) - early, from 0 on."""
         pieces = []
-        for chunk in self.parts:
-            start, stop = max(chunk.start, 0), min(chunk.start + self.size, x.shape[2])
-            beyond = (start - chunk.start, chunk.start + self.size - stop)
-            part = np.pad(
-                x[:, :, start:stop], [(0, 0), (0, 0), beyond] + [(0, 0)] * (x.ndim - 3), mode="edge"
-            )
+        for i, chunk in enumerate(self.parts):
             first, last = max(0, factor * chunk.first - early), factor * chunk.stop - early
-            pieces.append(
-                network(part)[:, :, first - factor * chunk.start : last - factor * chunk.start]
-            )
+            kept = slice(first - factor * chunk.start, last - factor * chunk.start)
+            pieces.append(np.concatenate(made[i :: len(self.parts)])[:, :, kept])
         return np.concatenate(pieces, axis=2)
 
 

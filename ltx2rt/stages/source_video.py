@@ -6,7 +6,6 @@ Decides which pixels a tile reads and how tiles blend; at most one span of frame
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -56,9 +55,8 @@ class SourceVideo(Stage):
         return 1 if count == 1 else 2 + (count - 2) * self.stride
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        """One call for each shape of a tile."""
-        for shape, times in Counter(self._shape(*spans) for spans in self.tiling).items():
-            yield Call("video-encoder", shape, times)
+        for spans in self.tiling:
+            yield Call("video-encoder", self._shape(*spans))
 
     def _shape(self, t: Span, r: Span, c: Span) -> tuple[int, ...]:
         g = self.geometry

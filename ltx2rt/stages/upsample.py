@@ -39,7 +39,7 @@ class Upsample(Stage):
         for frames in (self.geometry.frames, self.keyframes):
             if frames:
                 shape = replace(self.geometry, frames=frames).video_shape
-                yield Call(self.network, shape, self.num_videos)
+                yield from [Call(self.network, shape)] * self.num_videos
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         assert state.video is not None, "nothing was denoised"
@@ -76,7 +76,7 @@ class UpsampleTime(Upsample):
         return f"round{self.round}_upsample"
 
     def needs(self, model: ModelConfig) -> Iterator[Call]:
-        yield Call(self.network, self.geometry.video_shape, self.num_videos)
+        yield from [Call(self.network, self.geometry.video_shape)] * self.num_videos
 
     def run(self, session: Session, state: State, watch: Stopwatch) -> None:
         assert state.video is not None, "nothing was denoised"

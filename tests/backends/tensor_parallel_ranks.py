@@ -8,6 +8,7 @@ a process took to load, `big-{who}.json`.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import re
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.backend import get_backend
+from ltx2rt.errors import Cancelled
 from ltx2rt.graph import Graph
 from ltx2rt.models import transformer
 from ltx2rt.passes.fuse import fuse
@@ -31,17 +34,24 @@ from ltx2rt.passes.interleave import TOKENS, interleave
 from ltx2rt.passes.rotate import rotate
 from ltx2rt.placement.placement import Placement
 from ltx2rt.placement.profiles import PROFILES
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.session.session import Session
 from ltx2rt.session.weights import Counted
+from ltx2rt.stages import sound
+from ltx2rt.stages.sound import vocode
+from ltx2rt.weights.checkpoint import open_checkpoint
 from ltx2rt.weights.files import DTYPES, TensorFile, TensorInfo, write_arrays
 from ltx2rt.weights.lora.file import MergedSource, open_lora
 from ltx2rt.weights.presets import preset
 from tests.backends.loops import double, one_number
+from tests.conftest import normal
 from tests.parity import ArraySource
 from tests.placed_cases import NAMES, case, lora_arrays
 from tests.virtual import forked
 
 RANKS = (3, 4)  # world sizes: an odd one, and one that leaves the text encoder's heads whole
 MEASURED = 3  # world size of the memory measurement
+CHUNK = 12  # audio latents in `sound_of`
 
 
 @dataclass(frozen=True)
@@ -138,8 +148,12 @@ def called(backend, program, weights, inputs) -> dict[str, Any]:
 
 def traced(program, weights, inputs) -> dict[str, int]:
     """Collectives that JAX traces of a program, by primitive; a scan's body once."""
-    uploaded = {name: program.upload(name, value) for name, value in inputs.items()}
-    text = str(program.function.trace(program._weights(weights), uploaded).jaxpr)
+    from ltx2rt_tpu.program import upload
+    from ltx2rt_tpu.weights import weights_on
+
+    graph, place = program.graph, program.place
+    uploaded = {name: upload(graph, name, value, place) for name, value in inputs.items()}
+    text = str(program.function.trace(weights_on(place, graph, weights), uploaded).jaxpr)
     found = re.findall(r"= (psum\w*|all_\w+|ppermute|reduce_scatter|pmax|pmin|pbroadcast)\[", text)
     return dict(Counter(found))
 
@@ -199,6 +213,30 @@ def shared_calls(backend: Any) -> dict[str, Any]:
     return {"taken": found, "values": values}
 
 
+def sound_of(session: Session, check: Callable[[], None] = lambda: None) -> np.ndarray:
+    """The waveform of three chunks of the vocoder."""
+    return vocode(session, normal(1, 2, 70, 64), check)
+
+
+def shared_sounds(backend: Any, folder: Path) -> dict[str, Any]:
+    """How many chunks were made when rank 1 alone cancelled after two; the shape of the next
+    sound, of which the main process writes a file."""
+    checkpoint, made = open_checkpoint(folder / "model"), []
+    session = Session(checkpoint, backend, ModelOptions("cuda", folder / "model"), "float32")
+
+    def check() -> None:
+        made.append(None)
+        if backend.agree(backend.position.rank == 1 and len(made) == 2):
+            raise Cancelled
+
+    with contextlib.suppress(Cancelled):
+        sound_of(session, check)
+    waveform = sound_of(session)
+    if backend.is_main:
+        np.save(folder / "sound.npy", waveform)
+    return {"made": len(made), "shape": waveform.shape}
+
+
 def big_graph(dtype: str = "bfloat16") -> Graph:
     """LTX-2.3's transformer, real depth and 3/32 of its width: 360 MB."""
     config = replace(preset("ltx-2.3").config.transformer, num_heads=3, audio_num_heads=3)
@@ -248,6 +286,8 @@ def rank_main(devices: int, rank: int, folder: Path, measure: bool = False) -> N
         found["requested"] = requested_bytes(backend, devices, folder)
         found["agreed"] = [backend.agree(backend.position.rank == 1), backend.agree(False)]
         found["shared"] = shared_calls(backend)
+        if devices == RANKS[0]:
+            found["sound"] = shared_sounds(backend, folder)
     (folder / f"{name}-rank{rank}.json").write_text(json.dumps(found))
     torch.distributed.destroy_process_group()
 
@@ -264,6 +304,7 @@ def main() -> None:
     import ltx2rt_cuda.backend  # noqa: F401  torch, once for all ranks
     import torch._dynamo  # noqa: F401  which `Watch` imports
 
+    sound.CHUNK = CHUNK
     if kind == "cuda-big":
         forked(MEASURED, lambda rank: rank_main(MEASURED, rank, folder, measure=True))
         return

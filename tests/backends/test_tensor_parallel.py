@@ -13,13 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from ltx2rt.backend import get_backend
+from ltx2rt.session.open import open_session
+from ltx2rt.session.options import ModelOptions
+from ltx2rt.stages import sound
 from tests.backends.tensor_parallel_ranks import (
+    CHUNK,
     MEASURED,
     RANKS,
     Run,
     runs_on,
+    sound_of,
     source_of,
     write_inputs,
 )
@@ -36,9 +42,10 @@ KINDS = {"cuda": "torch_ranks", "tpu": "jax_devices"}  # fixtures
 
 
 @pytest.fixture(scope="module")
-def inputs(tmp_path_factory) -> Path:
+def inputs(tmp_path_factory, tiny) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     write_inputs(folder)
+    (folder / "model").symlink_to(tiny("tiny-2.0", "official"))
     return folder
 
 
@@ -208,3 +215,19 @@ def test_shared_calls_can_be_stopped_and_the_next_ones_are_whole(torch_ranks, de
     assert [rank["taken"] for rank in found] == [[devices, 4]] * devices
     assert found[0]["values"] == [2 * i for i in range(10)]
     assert all(rank["values"] == [None] * 10 for rank in found[1:])
+
+
+def test_ranks_share_the_sound_and_cancel_together(torch_ranks, monkeypatch):
+    """Bit by bit what one process makes with as many threads; the main one alone has it."""
+    found = [rank["sound"] for rank in did(torch_ranks, RANKS[0])]
+    others = {"made": 2, "shape": [1, 2, 0]}
+    assert found == [{"made": 2, "shape": [1, 2, 70 * 240]}] + [others] * (RANKS[0] - 1)
+    monkeypatch.setattr(sound, "CHUNK", CHUNK)
+    model, threads = torch_ranks / "model", torch.get_num_threads()
+    session = open_session(ModelOptions("cuda", model, device="cpu"))
+    torch.set_num_threads(1)
+    try:
+        np.testing.assert_array_equal(np.load(torch_ranks / "sound.npy"), sound_of(session))
+    finally:
+        torch.set_num_threads(threads)
+        session.close()

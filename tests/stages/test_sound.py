@@ -70,18 +70,19 @@ def test_chunks_of_any_length_are_the_whole(network, reach, early):
             return network(part)
 
         plan = chunks(length, 13, reach)
-        np.testing.assert_allclose(plan.run(x, seen, 2, early), network(x), rtol=0, atol=1e-15)
+        found = plan.join([*map(seen, plan.cut(x))], 2, early)
+        np.testing.assert_allclose(found, network(x), rtol=0, atol=1e-15)
         assert set(sizes) == ({13} if length >= sum(reach) else {length})
-        assert len(sizes) == len(plan.parts)
-        assert plan.shape((1, 1, length)) == (1, 1, sizes[0])
+        assert [call.sizes[2] for call in plan.calls("vocoder", x.shape)] == sizes
 
 
 def test_few_chunks():
     """121 frames at 24 per second take two of each; without room for both reaches one is whole."""
     model = preset("ltx-2.3").config
     stage = Sound(Geometry.of(model, 768, 512, 121, Fraction(24)), num_videos=3)
-    found = [(call.network, call.sizes, call.times) for call in stage.needs(model)]
-    assert found == [("audio-decoder", (1, 8, 80, 16), 6), ("vocoder", (1, 2, 320, 64), 6)]
+    found = [(call.network, call.sizes, call.each) for call in stage.needs(model)]
+    each = [("audio-decoder", (1, 8, 80, 16), False)] * 2 + [("vocoder", (1, 2, 320, 64), True)] * 2
+    assert found == 3 * each
     whole = Chunks(50, (Chunk(0, 0, 50),))
     assert chunks(50, 7, (4, 3)) == chunks(50, 20, None) == whole
     assert chunks(6, 20, (4, 3)) == Chunks(6, (Chunk(0, 0, 6),))
@@ -154,7 +155,7 @@ def test_a_waveform_in_chunks_is_the_whole(version, kind):
     for length in (size - 1, size, size + 1, 3 * size):
         mel = normal(1, 2, length, 4)
         parts = chunks(length, size, vocoder.reach(config))
-        found = parts.run(mel, run, vocoder.frame_samples(config))
+        found = parts.join([*map(run, parts.cut(mel))], vocoder.frame_samples(config))
         assert relative_l2(found, run(mel, "cuda")) <= SAME[version], length
 
 
@@ -165,7 +166,8 @@ def test_a_spectrogram_in_chunks_is_the_whole(latents):
         return run_graph("cuda", graph, weights("vae"), {"latent": part})["mel"]
 
     latent = normal(1, 8, latents, 16)
-    found = chunks(latents, 32, audio_vae.reach(AUDIO_VAE)).run(latent, run, factor=4, early=3)
+    parts = chunks(latents, 32, audio_vae.reach(AUDIO_VAE))
+    found = parts.join([*map(run, parts.cut(latent))], factor=4, early=3)
     # As of parity: sums of another order; reached: 2e-6.
     assert relative_l2(found, run(latent)) <= 1e-5
 
