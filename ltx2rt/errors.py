@@ -2,7 +2,7 @@
 2."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 ONE = re.compile(
@@ -29,6 +29,13 @@ def singular(text: str) -> str:
 def printable(text: str) -> str:
     """The text with escapes in place of characters that a terminal obeys: files are strangers'."""
     return OBEYED.sub(lambda found: repr(found[0])[1:-1], text)
+
+
+def few(names: Iterable[object], most: int = 8, between: str = ", ") -> str:
+    """Return the first names for a sentence, and the number of the others; "none" for none."""
+    every = [*map(str, names)]
+    more = f" and {len(every) - most} more" * (most < len(every))
+    return (between.join(every[:most]) or "none") + more
 
 
 class InputError(ValueError):

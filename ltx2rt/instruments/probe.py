@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from ltx2rt.atomic_file import check_outputs
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.flags import flags_of
 from ltx2rt.graph import Graph
 from ltx2rt.media.sound import check_rate
@@ -106,7 +106,7 @@ class Given:
         """Compare the feeds with what the graph declares, and refuse tensors that nothing read."""
         if unknown := sorted(self.names - set(self.known)):
             raise InputError(
-                f"{self.path}: probe {self.component} has no input {', '.join(unknown)}; it "
+                f"{self.path}: probe {self.component} has no input {few(unknown)}; it "
                 f"reads {', '.join(dict.fromkeys(self.known))}"
             )
         for name, value in graph.inputs.items() if graph else ():

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ltx2rt.backend import get_factory
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.media.output import check_encoders, check_hdr
 from ltx2rt.notes import note
 from ltx2rt.pipelines import make_request, pipelines
@@ -297,9 +297,7 @@ def _check_noise(
             )
     extra = set(file.names()) - set(names.values())
     if extra := sorted(n for n in extra if not RECORDED.fullmatch(n) and not n.startswith(made)):
-        raise InputError(
-            f"--noise-in: {path} holds {', '.join(extra)}, which this run does not read"
-        )
+        raise InputError(f"--noise-in: {path} holds {few(extra)}, which this run does not read")
     for name in filter(None, names.values()):
         if not np.isfinite(file.read(name).astype(np.float32)).all():
             raise InputError(

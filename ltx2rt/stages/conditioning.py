@@ -18,7 +18,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.media.footage import Footage
 from ltx2rt.media.hdr import image_px, read_exr, to_model
 from ltx2rt.media.images import cover, load_conditioning_image, read_rgb
@@ -218,9 +218,7 @@ def latents_in(path: Path, name: str, shape: tuple[int, ...], stage: str) -> np.
     """A tensor of the file, for a stage. Raises InputError for one that does not fit, or NaN."""
     file = TensorFile(path)
     if name not in file.names():
-        raise InputError(
-            f"--latents-in: {path} has no tensor {name}, but {', '.join(file.names()) or 'none'}"
-        )
+        raise InputError(f"--latents-in: {path} has no tensor {name}, but {few(file.names())}")
     found = file.info(name)
     if found.shape != shape or found.dtype != np.float32:
         raise InputError(

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.notes import note
 from ltx2rt.stages.source_video import usable_frames
 from ltx2rt.text_files import mismatch, parse, read_json_lines, read_text, read_toml
@@ -190,7 +190,7 @@ def _of_musubi(path: Path) -> Path:
     tables = [] if mismatch(datasets, [{str: object}]) else datasets
     found = [value for rows in tables for name, value in rows.items() if name in MUSUBI]
     if len(found) != 1 or not isinstance(found[0], str):
-        names = ", ".join(map(str, found)) or "none"
+        names = few(found)
         raise InputError(
             f"--data: {path} names {len(found)} folders or tables of clips ({names}), expected one; "
             "pass each by itself, and train with --data CACHE CACHE"

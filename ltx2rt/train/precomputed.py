@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.models.catalog import PROMPT_TOKENS
 from ltx2rt.models.geometry import Geometry, pixel_frames
 from ltx2rt.session.options import existing_file
@@ -157,7 +157,7 @@ def latents(clip: Precomputed, config: ModelConfig) -> tuple[dict[str, np.ndarra
 def _entry(path: Path, data: Mapping[str, Any], name: str) -> np.ndarray:
     """f32, without axes of length 0. Raises InputError."""
     if not isinstance(value := data.get(name), np.ndarray):
-        raise InputError(f"{path}: no tensor {name}; it has {', '.join(map(str, data)) or 'none'}")
+        raise InputError(f"{path}: no tensor {name}; it has {few(data)}")
     value = value.astype(np.float32)
     if not value.size or not np.isfinite(value).all():
         raise InputError(f"{path}: {name} is empty, or not a number everywhere; compute it again")

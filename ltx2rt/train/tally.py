@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.train.recipe import STREAM_OF, group_of
 
 NO_GRADIENT, NOT_FINITE = 20, 10  # steps after which a run ends
@@ -61,7 +61,7 @@ class Tally:
         if self.drawn >= epoch:
             if bad := sorted(name for name, finite in self.finite.items() if not finite):
                 say(
-                    f"the loss of {', '.join(bad[:5])}{' and others' * (len(bad) > 5)} is never "
+                    f"the loss of {few(bad, 5)} is never "
                     "finite, so nothing is learnt from it; look at its clip, and leave it out"
                 )
             self.drawn, self.finite = 0, {}

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from ltx2rt.config import ModelConfig
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.graph.ir import ParamSpec
 from ltx2rt.models import connectors
 from ltx2rt.models.catalog import CATALOG
@@ -65,9 +65,7 @@ def audit(
         hint = f" (nearest in the file: {collapse(near)})" if near else ""
         problems.append(f"{len(missing)} parameters have no tensor: {collapse(missing)}{hint}")
     if misshapen:
-        rest = f" and {len(misshapen) - 4} more" if len(misshapen) > 4 else ""
-        listed = "; ".join(misshapen[:4])
-        problems.append(f"{len(misshapen)} tensors have another shape: {listed}{rest}")
+        problems.append(f"{len(misshapen)} tensors have another shape: {few(misshapen, 4, '; ')}")
     if unexpected and not partial:
         problems.append(f"{len(unexpected)} tensors are used by no network: {collapse(unexpected)}")
     if problems:

@@ -26,7 +26,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from ltx2rt.atomic_file import replacing
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.graph.encodings import E4M3, E5M2, E8M0
 from ltx2rt.graph.ir import Cut
 from ltx2rt.notes import note
@@ -326,7 +326,7 @@ def open_tensors(path: str | os.PathLike[str]) -> TensorFile | TensorFolder:
         return _open_shards(path, path) if SHARD_INDEX.fullmatch(path.name) else open_file(path)
     forms = _forms(path)
     if len({stem for stem, _ in forms}) > 1 or not forms:
-        found = ", ".join(file.name for files in forms.values() for file in files) or "none"
+        found = few(file.name for files in forms.values() for file in files)
         raise InputError(f"{path}: expected one .safetensors file or a shard index, found {found}")
     if len(forms) > 1:
         kinds = ", ".join(sorted(variant or "plain" for _, variant in forms))

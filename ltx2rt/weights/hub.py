@@ -21,7 +21,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from ltx2rt.atomic_file import existing_folder
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.notes import note
 from ltx2rt.weights.configs.keys import Keys
 from ltx2rt.weights.distilled import FULL, SCHEDULER, kind_by_name
@@ -305,8 +305,9 @@ def _mains(listing: Repository, parts: Parts, chooser: Chooser) -> dict[str, Any
         mains[INDEX] = None
     if repo.file:
         if repo.file not in (*mains, INDEX) or repo.file not in listing.sizes:
-            said = f"is no checkpoint in it; found: {', '.join(mains) or 'none'}"
-            raise InputError(f"{repo.name}: {repo.file} {said}")
+            raise InputError(
+                f"{repo.name}: {repo.file} is no checkpoint in it; found: {few(mains)}"
+            )
         return {repo.file: mains.get(repo.file)}
     if not mains:
         said = "".join(f"; not readable: {line}" for line in parts.unreadable)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import cache
 
+from ltx2rt.errors import few
 from ltx2rt.weights.configs.keys import MAX_COUNT
 from ltx2rt.weights.part_table import CONNECTORS, PARTS, TEXT_PROJECTION
 
@@ -31,7 +32,6 @@ LLAMA_CPP = {  # llama.cpp's words for Gemma 3. Source: gguf-py's tensor_mapping
     "post_ffw_norm": "post_feedforward_layernorm",
     **{f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")},
 }
-SHOWN = 8  # kinds of names in a message
 _LLAMA_CPP = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<word>\w+)\.weight")
 _GEMMA_PREFIX = re.compile(
     r"(?:language_model\.model\.|model\.language_model\.|model\.)?(?=(?:embed_tokens|layers|norm)\.)"
@@ -165,8 +165,6 @@ def component_of(name: str) -> str | None:
 
 
 def collapse(names: Iterable[str]) -> str:
-    """Names with layer numbers as `*`, each once, and the number of kinds beyond `SHOWN`."""
+    """Names with layer numbers as `*`, each once, `few` of them."""
     patterns = Counter(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name in names)
-    first = list(patterns.items())[:SHOWN]
-    listed = ", ".join(name + (f" ({count})" if count > 1 else "") for name, count in first)
-    return listed + (f" and {len(patterns) - SHOWN} more kinds" if len(patterns) > SHOWN else "")
+    return few(name + (f" ({count})" if count > 1 else "") for name, count in patterns.items())

@@ -198,7 +198,10 @@ def test_a_clip_starts_from_latents_at_the_first_level(tmp_path):
         with refused(message):
             stages(**change)[0].check(None)
     write_arrays(file, {"video_latent": latents["video"]})
-    with refused("has no tensor audio_latent, but video_latent"):
+    with refused("has no tensor audio_latent, but video_latent$"):
+        first.check(None)
+    write_arrays(file, {f"layer.{i}": latents["video"] for i in range(11)})
+    with refused(r"video_latent, but (layer\.\d+, ){7}layer\.\d+ and 3 more$"):
         first.check(None)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ltx2rt.errors import InputError
+from ltx2rt.errors import InputError, few
 from ltx2rt.weights.configs.keys import Keys, parse_json
 from ltx2rt.weights.files import TensorFile
 
@@ -107,8 +107,9 @@ def lora_file(path: Path) -> Path:
         chosen = sorted(found, key=lambda file: int(file.stem[5:]))[-1:]
     if len(chosen) != 1:
         inside = sorted([*path.glob("*.bin"), *path.glob("*/[!.]*.safetensors")])
-        listed = ", ".join(map(str, found or inside[:8])) or "none"
-        raise InputError(f"{path}: expected one LoRA in the folder, found {listed}; pass a file")
+        raise InputError(
+            f"{path}: expected one LoRA in the folder, found {few(found or inside)}; pass a file"
+        )
     return chosen[0]
 
 
