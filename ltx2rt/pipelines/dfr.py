@@ -169,8 +169,10 @@ class DFR(Request):
         ]
         for number in range(1, self.temporal_upsample_rounds + 1):
             doubled = UpsampleTime(full, videos, round=number)
-            fps = min(clip.fps * 2**number, MAX_POSITION_FPS)
-            frames, full = 2 * frames - 1, replace(full, frames=2 * full.frames - 1, fps=fps)
+            fps = clip.fps * 2**number
+            slowed = clip.motion_speed * max(1, float(fps / MAX_POSITION_FPS))
+            full = replace(full, frames=2 * full.frames - 1, fps=fps, motion_speed=slowed)
+            frames = 2 * frames - 1
             made.append(doubled)
             for i, window in enumerate(windows(frames, 2 * segment, 2**number)):
                 own = replace(

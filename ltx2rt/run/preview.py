@@ -34,7 +34,7 @@ GRID = 16  # latent pixels along the side of a picture to fit, each with a colou
 PICTURES, RIDGE = 2, 1e-3  # 512 points for 129 unknowns; relative to the mean square of a channel
 SIZE_PX = 192
 EVERY = 4  # steps
-Look = Callable[[Callable[[], np.ndarray]], None]  # as `Stopwatch` calls it after each step
+Look = Callable[..., None]  # as `Stopwatch` calls it after each step
 Show = Callable[[np.ndarray], object]  # given u8[F, H, W, 3]
 SPRITES = 4  # pictures along the side of a sprite sheet
 
@@ -86,18 +86,18 @@ class Preview:
     """A clip of the frames so far, or a picture of the middle one, as the name of the file says. once:
     the file replaces none, and is removed in the end, unless another process has replaced it."""
 
-    def __init__(self, path: Path, fps: Fraction, once: bool = False):
-        self.path, self.fps, self.once = path, fps, once
+    def __init__(self, path: Path, once: bool = False):
+        self.path, self.once = path, once
         self.made: dict[Path, FileState] = {}
         self.failed = False
 
-    def show(self, frames: np.ndarray) -> None:
+    def show(self, frames: np.ndarray, fps: Fraction) -> None:
         """Write the file. An error ends the preview, not the run."""
         if self.failed or (self.once and self.made != self._there()):
             return
         shown = frames if container_of(self.path) else frames[len(frames) // 2][None]
         try:
-            self.made = write_clip(self.path, [shown], num_frames=len(shown), fps=self.fps)
+            self.made = write_clip(self.path, [shown], num_frames=len(shown), fps=fps)
         except OSError as error:
             self.failed = True
             note(f"the preview ends: {error}")
@@ -112,13 +112,13 @@ class Preview:
             remove_made(self.made)
 
 
-def looking(session: Session, projection: np.ndarray, show: Show) -> Look:
-    """Have the first video shown after the first step, and each fourth from there."""
+def looking(session: Session, projection: np.ndarray, show: Callable[..., object]) -> Look:
+    """Have the first video shown after the first step, and each fourth from there, with its rate."""
     steps = count()
 
-    def look(latents: Callable[[], np.ndarray]) -> None:
+    def look(latents: Callable[[], np.ndarray], fps: Fraction) -> None:
         if next(steps) % EVERY == 0 and session.backend.is_main:
-            show(frames_of(latents()[0], projection))
+            show(frames_of(latents()[0], projection), fps)
 
     return look
 
@@ -145,11 +145,10 @@ def previewing(
         yield None
         return
     if callable(to):
-        yield looking(session, projection, to)
+        yield looking(session, projection, lambda frames, _: to(frames))
         return
     path = to or free_name(beside or Path(name))
-    made_fps = max(plan.clip.fps, plan.clip.clip_fps)  # not all that is made may be written
-    preview = Preview(path, made_fps / session.config.video_vae.time_factor, once)
+    preview = Preview(path, once)
     if once and session.backend.is_main:
         note(
             f"preview: {path} (removed in the end; --preview FILE keeps one, --preview none "

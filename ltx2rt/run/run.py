@@ -190,7 +190,7 @@ def produce(
     verbose: bool = False,
     on_progress: Callable[[Progress], None] | None = None,
     cancelled: Callable[[], bool] | None = None,
-    look: Callable[[Callable[[], np.ndarray]], None] | None = None,
+    look: Callable[..., None] | None = None,
     kept: Mapping[str, Any] | None = None,
 ) -> tuple[State, Stopwatch, Callable[[], dict[str, Any]]]:
     """Run the plan, which fits the device, up to its frames: (state, watch, report). kept: fields
@@ -212,7 +212,7 @@ def produce(
         total_work=sum(map(sum, work.values())),
         verbose=verbose,
         brief=plan.clip.segments is not None,
-        look=look or (lambda latents: None),
+        look=look or (lambda latents, fps: None),
     )
     if warmup:
         with watch.apart("warmup", "warming up"):

@@ -175,7 +175,7 @@ def attempt(
         if pipe is not None:
             pipe.tell("progress", **named, **asdict(now))
 
-    def look(latents: Callable[[], np.ndarray]) -> None:
+    def look(latents: Callable[[], np.ndarray], _: Any) -> None:
         number = next(steps)
         watched = pipe is not None and job["id"] in pipe.watched
         if pipe and projection is not None and watched and number % EVERY == 0:

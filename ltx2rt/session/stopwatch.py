@@ -62,7 +62,7 @@ class Stopwatch:
     each step. cancelled: whether the caller wants the run to end; agree: whether any process says
     so, which all of them ask. work: of each stage, in any unit, for the observer; total_work: of
     the run, if stages run several times. look: gets, after every step, a function that makes the
-    step's x0 of the video, a host array, f32[videos, C, frames, rows, columns].
+    step's x0 of the video, a host array, f32[videos, C, frames, rows, columns], and their rate.
     """
 
     stream: TextIO | None = None
@@ -73,7 +73,7 @@ class Stopwatch:
     agree: Callable[[bool], bool] = bool
     work: Mapping[str, float] = field(default_factory=dict)
     verbose: bool = False
-    look: Callable[[Callable[[], Any]], None] = lambda latents: None
+    look: Callable[..., None] = lambda latents, fps: None
     total_work: float | None = None
     brief: bool = False
     stages: list[StageTime] = field(default_factory=list)

@@ -338,7 +338,7 @@ class Denoise(Stage):
                         trail.setdefault(f"{m}.x0", []).append(found(last, m, "x0"))
                 done()
                 if "video" in self.made:
-                    watch.look(partial(video, last))
+                    watch.look(partial(video, last), self.geometry.fps / self.geometry.time_factor)
                 watch.check()
         made = {m: feeds[f"{m}_latent"] for m in self.made}
         self._finish(state, states, made, trail)

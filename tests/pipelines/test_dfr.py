@@ -108,7 +108,8 @@ def test_the_layout_is_the_published_one(num_frames):
             stop = stage.start + (stage.geometry.frames - 1) * 8
             places = [a.of for a in anchors], [s.frame + stage.start for s in slots]
             made.append((stage.start, stop, stage.lead, *places))
-            assert stage.geometry.fps == min(24 * 2**number, 60)
+            assert stage.geometry.fps == 24 * 2**number, "that of the preview"
+            assert stage.geometry.seen_fps == min(24 * 2**number, 60)
             assert (stage.sampler, stage.eta) == ("ancestral", 0.5)
             assert stage.sigmas.tolist() == np.float32(DISTILLED[4:]).tolist()
             assert stage.streams == ("video",)

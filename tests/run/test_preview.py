@@ -94,8 +94,8 @@ def test_a_terminal_has_a_preview_until_the_end(say, tmp_path, monkeypatch, stop
     there, (found, shown) = tmp_path / "a.mp4.preview.png", ([], Preview.show)
     there.write_bytes(b"a picture of the user's")
 
-    def show(self, frames):
-        shown(self, frames)
+    def show(self, frames, fps):
+        shown(self, frames, fps)
         with Image.open(self.path) as picture:
             found.append((self.path.name, picture.size, picture.format))
         if stop:
@@ -118,21 +118,21 @@ def test_a_terminal_has_no_preview_if_none_is_asked_for(say, tmp_path, monkeypat
 
 
 def test_a_file_that_appeared_meanwhile_stays(tmp_path):
-    preview = Preview(tmp_path / "a.png", Fraction(3), once=True)
+    preview = Preview(tmp_path / "a.png", once=True)
     frames = np.zeros((1, 64, 64, 3), np.uint8)
     assert free_name(tmp_path / "%05d.png").name == "05d.png.preview.png"  # one file
-    preview.show(frames)
+    preview.show(frames, Fraction(3))
     preview.path.unlink()
     preview.path.write_text("another")
-    preview.show(frames)
+    preview.show(frames, Fraction(3))
     preview.end()
     assert preview.path.read_text() == "another"
 
 
 def test_a_preview_that_cannot_be_written_ends_and_the_clip_goes_on(tmp_path):
     (tmp_path / "file").touch()
-    preview = Preview(tmp_path / "file" / "a.png", Fraction(3))
-    preview.show(np.zeros((1, 64, 64, 3), np.uint8))
+    preview = Preview(tmp_path / "file" / "a.png")
+    preview.show(np.zeros((1, 64, 64, 3), np.uint8), Fraction(3))
     assert preview.failed
 
 
