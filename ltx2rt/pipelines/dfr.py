@@ -144,6 +144,9 @@ class DFR(Request):
         if self.temporal_upsample_rounds:
             most = "at most " if self.auto_duration else ""
             yield f"the clip has {most}{clip.clip_frames} frames at {float(clip.clip_fps):g} fps"
+            for image in clip.images:
+                if image.moves:
+                    yield f"{image.path.name} guides stages 1 and 2; rounds see pictures only"
 
     def stages(
         self, clip: Clip, model: ModelConfig, options: ModelOptions, loras: Loras

@@ -117,6 +117,15 @@ def test_the_layout_is_the_published_one(num_frames):
         assert sum(s.geometry.frames - s.lead for s in found) == (frames - 1) // 8 + 1
 
 
+@pytest.mark.parametrize("rounds", [0, 1])
+def test_a_clip_that_rounds_do_not_see_is_told(film, rounds):
+    config = preset("tiny-2.5").config
+    given = {"num_frames": 41, "seed": 1, "temporal_upsample_rounds": rounds, **SIZE}
+    made = resolve(pipeline("dfr")("a fox", images=(parse_image(str(film)),), **given), config)
+    said = "film.mp4 guides stages 1 and 2; rounds see pictures only"
+    assert (said in made.remarks(config)) == bool(rounds)
+
+
 def test_images_are_where_they_are_in_time():
     """Of an image at frame 20 of 41, and one at frame 0: the windows that hold their time."""
     images = (parse_image("a.png:0"), parse_image("b.png:20"))
