@@ -58,7 +58,8 @@ SKIP = re.compile(
 SKIPPED = re.compile(r"^ *(?:0x)?([0-9a-f]+) PF: .*Start/End empty region (\d+)", re.MULTILINE)
 OPERATION = re.compile(r"\s*([\w\-]+)\((.*)", re.DOTALL)
 KERNEL = 'custom_call_target="tpu_custom_call"'
-# what neighbourhood attention gives: blocks in four axes, the tokens of a block, numbers
+# what neighbourhood attention gives: blocks in four axes, the tokens of a block, numbers of all heads,
+# of which a program makes 128
 BLOCKED = re.compile(r"neighbourhood_attention[\w.\-]* = \w+\[((?:\d+,){5}\d+)\]")
 MOVING = {
     "copy", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "dynamic-update-slice",
@@ -246,7 +247,8 @@ class _Replay:
         found = self.code.get(one.name, max(alike, default=None))
         blocked = BLOCKED.search(one.text)
         if found and blocked:
-            return found * math.prod(dims(blocked[1])[:-2])
+            *blocks, _, numbers = dims(blocked[1])
+            return found * math.prod(blocks) * (numbers // 128)
         blocks = [re.search(rf"\b{name}\W+(\d+)", one.text) for name in ("block_q", "block_kv")]
         types = SHAPE.findall(one.text.split("operand_layout_constraints={", 1)[-1])
         operands = [x for x in (dims(n) for _, n in types) if len(x) >= 3 and x[-1] in (64, 128)]

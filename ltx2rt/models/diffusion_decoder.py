@@ -400,8 +400,13 @@ def attention(
         """Attention of the queries in these rows."""
         first, last = max(start - reach, 0), min(stop + reach, rows)
         seen = o.slice(x, axis="rows", start=first, stop=last) if last - first < rows else x
-        qkv = o.linear(seen, "qkv", {"qkv": 3, "heads": width // dim, "head_dim": dim})
-        q, k, v = o.each(qkv, "qkv")
+        qkv = o.linear(seen, "qkv", {"channels": 3 * width})
+        heads = {"heads": width // dim, "head_dim": dim}
+        thirds = (
+            o.slice(qkv, axis="channels", start=n, stop=n + width)
+            for n in range(0, 3 * width, width)
+        )
+        q, k, v = (o.split(y, axis="channels", into=heads) for y in thirds)
         if stop - start < rows:
             q = o.slice(q, axis="rows", start=start - first, stop=stop - first)
         if beside:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from ltx2rt_kernels.neighbourhood_attention import tpu
 from ltx2rt_tpu.ops import ON_TPU
+from ltx2rt_tpu.ops import OPS as IN_XLA
 
 from ltx2rt.graph.ops import OPS
 from ltx2rt.scheduling import VARIABLE
@@ -59,3 +60,14 @@ def test_kernel_is_refused_for_a_reason_and_else_is_what_a_tpu_runs(
     traced = jax.jit(partial(ON_TPU["neighbourhood_attention"], **plan)).trace(*types)
     lowered = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert ("tpu_custom_call" in lowered) == (reason is None and not without)
+
+
+@pytest.mark.parametrize("heads", [4, 8, 3])  # once and twice the matrix unit's width, and neither
+def test_the_product_that_adds_up_a_heads_squares_on_a_tpu_is_a_norm(heads):
+    rng = np.random.default_rng(heads)
+    x = jnp.asarray(rng.standard_normal((1, 3, 4, 5, heads, 64)), jnp.bfloat16)
+    weight = jnp.asarray(rng.standard_normal(64), jnp.bfloat16)
+    norm = {"dims": (5,), "weight_view": (1, 1, 1, 1, 1, 64), "eps": 1e-6}
+    found, expected = (np.float32(ops["rms_norm"](x, weight, **norm)) for ops in (ON_TPU, IN_XLA))
+    # squares in bfloat16: few results are rounded the other way, by one step of 2^-8
+    assert np.abs(found / expected - 1).max() <= 2**-7 and np.mean(found != expected) <= 0.1

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from ltx2rt_kernels.attention import tpu as kernel
 from ltx2rt_kernels.neighbourhood_attention import tpu as neighbourhood_kernel
 
 from ltx2rt.graph.network_ops import window_blocks
 from ltx2rt.scheduling import in_use
+from ltx2rt_tpu.ops.products import heads_times
 from ltx2rt_tpu.ops.table import like, op, precision
 
 
@@ -94,14 +97,17 @@ NEIGHBOURS = (4, 4, 8)
 @op
 def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: float) -> Array:
     """A loop over blocks of queries, each with the box of keys that its windows reach. Heads come
-    first, and queries and keys of a block are one axis each: a TPU pads the last two axes."""
+    first, and queries and keys of a block are one axis each: a TPU pads the last two axes. A column
+    of ones beside the values has the matrix unit add up the weights."""
     plans = map(window_blocks, q.shape[1:4], k.shape[1:4], window, first, NEIGHBOURS)
     begins, boxes, masks = zip(*plans, strict=True)
     block, box = ([mask.shape[i] for mask in masks] for i in (1, 2))
     counts = [len(begin) for begin in begins]
-    begins, boxes, masks = ([jnp.asarray(x) for x in found] for found in (begins, boxes, masks))
+    kinds, masks = zip(*(_of_boxes(i, masks) for i in range(3)), strict=True)
+    begins, boxes, kinds = ([jnp.asarray(x) for x in found] for found in (begins, boxes, kinds))
     q, k, v = (jnp.moveaxis(x, 4, 1) for x in (q, k, v))
     lead, dim = q.shape[:2], q.shape[5]
+    v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=5)
 
     def attend(number, y):
         place = jnp.unravel_index(number, counts)
@@ -111,18 +117,29 @@ def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: 
         )
         queries = lax.dynamic_slice(q, here, (*lead, *block, dim)).reshape(*lead, -1, dim)
         keys, values = (
-            lax.dynamic_slice(x, there, (*lead, *box, dim)).reshape(*lead, -1, dim) for x in (k, v)
+            lax.dynamic_slice(x, there, (*lead, *box, x.shape[5])).reshape(*lead, -1, x.shape[5])
+            for x in (k, v)
         )
         how = {"precision": precision(q), "preferred_element_type": jnp.float32}
         scores = jnp.einsum("bnqd,bnkd->bnqk", queries, keys, **how)
-        t, r, c = (mask[i] for mask, i in zip(masks, place, strict=True))
-        seen = t[:, None, None, :, None, None] & r[:, None, None, :, None] & c[:, None, None, :]
-        scores = jnp.where(seen.reshape(scores.shape[2:]), scores * scale, -jnp.inf)
-        weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-        found = jnp.einsum("bnqk,bnkd->bnqd", weights, values, precision=precision(v))
+        t, r, c = (x[kind[i]] for x, kind, i in zip(masks, kinds, place, strict=True))
+        scores = jnp.where(t & r & c, scores * scale, -jnp.inf)
+        weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True)).astype(v.dtype)
+        found = jnp.einsum("bnqk,bnkd->bnqd", weights, values, **how)
+        found = found[..., :dim] / found[..., dim:]
         return lax.dynamic_update_slice(y, found.astype(y.dtype).reshape(*lead, *block, dim), here)
 
     return jnp.moveaxis(lax.fori_loop(0, math.prod(counts), attend, jnp.zeros_like(q)), 1, 4)
+
+
+def _of_boxes(axis: int, masks: Sequence[np.ndarray]) -> tuple[np.ndarray, Array]:
+    """Which of the masks each block along an axis has, and the masks, bool[kinds, queries of a
+    block, keys of a box]: a TPU takes long to make these of the three axes' parts."""
+    kinds, which = np.unique(masks[axis], axis=0, return_inverse=True)
+    view, shape = [1] * 6, [mask.shape[i] for i in (1, 2) for mask in masks]
+    view[axis], view[axis + 3] = kinds.shape[1:]
+    whole = np.broadcast_to(kinds.reshape(-1, *view), (len(kinds), *shape))
+    return which.reshape(-1), jnp.asarray(whole.reshape(len(kinds), math.prod(shape[:3]), -1))
 
 
 def neighbourhood_attention_on_tpu(
@@ -137,18 +154,19 @@ def neighbourhood_attention_on_tpu(
 
 @op
 def axial_rope(x: Array, frequencies, sizes, first) -> Array:
-    parts, start = [], 0
-    for dim, (size, begin) in enumerate(zip(sizes, first, strict=True), 1):
-        positions = jnp.arange(begin, begin + x.shape[dim], dtype=jnp.float32)
-        angles = positions[:, None] * frequencies[start // 2 : (start + size) // 2]
-        view = [x.shape[dim] if i == dim else 1 for i in range(x.ndim - 1)]
-        cos, sin = (f(angles).reshape(*view, -1) for f in (jnp.cos, jnp.sin))
-        a, b = (x[..., start + i : start + size : 2].astype(jnp.float32) for i in (0, 1))
-        parts.append(
-            jnp.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(*x.shape[:-1], size)
-        )
-        start += size
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+    heads, dim = x.shape[4:]
+    swapped = heads_times(x, np.kron(np.eye(dim // 2), [[0, 1], [1, 0]]))
+    axis = np.repeat(np.arange(3), sizes)
+    signs = np.resize(np.asarray([-1, 1], np.float32), heads * dim)
+    cos, sin = 1.0, 0.0
+    for i, begin in enumerate(first):
+        positions = jnp.arange(begin, begin + x.shape[i + 1], dtype=jnp.float32)
+        angles = positions[:, None] * np.tile(np.repeat(frequencies, 2) * (axis == i), heads)
+        view = [x.shape[i + 1] if j == i + 1 else 1 for j in range(4)]
+        cos *= jnp.cos(angles).reshape(*view, -1)
+        sin += (signs * jnp.sin(angles)).reshape(*view, -1)
+    wide = x.astype(jnp.float32).reshape(swapped.shape)
+    return (wide * cos + swapped * sin).astype(x.dtype).reshape(x.shape)
 
 
 @op

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ltx2rt_tpu.ops.convolutions import biased
+from ltx2rt_tpu.ops.products import LANES, heads_times
 from ltx2rt_tpu.ops.table import like, op
 
 
@@ -22,6 +24,20 @@ def rms_norm(x: Array, weight: Array | None = None, *, dims, weight_view, eps: f
     wide = lax.convert_element_type(x, jnp.float32)
     y = lax.mul(wide, lax.rsqrt(lax.add(_mean(lax.square(wide), dims), like(eps, wide))))
     return lax.convert_element_type(_weighted(y, weight, weight_view), x.dtype)
+
+
+def rms_norm_on_tpu(
+    x: Array, weight: Array | None = None, *, dims, weight_view, eps: float
+) -> Array:
+    """Have the matrix unit add up the squares of heads that do not fill the lanes, in bfloat16."""
+    *_, heads, dim = 1, *x.shape
+    if x.dtype != jnp.bfloat16 or tuple(dims) != (x.ndim - 1,) or dim >= LANES:
+        return rms_norm(x, weight, dims=dims, weight_view=weight_view, eps=eps)
+    wide = x.astype(jnp.float32)
+    squares = heads_times(jnp.square(wide).astype(x.dtype), np.ones((dim, dim)))
+    y = wide.reshape(squares.shape) * lax.rsqrt(squares / dim + eps)
+    y = y if weight is None else y * jnp.tile(weight.astype(jnp.float32), heads)
+    return y.astype(x.dtype).reshape(x.shape)
 
 
 def _weighted(y: Array, weight: Array | None, view) -> Array:

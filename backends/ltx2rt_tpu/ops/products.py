@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ltx2rt.graph.encodings import E4M3, E4M3_STEP, E4M3_TINY
@@ -14,6 +15,7 @@ from ltx2rt_tpu.ops.table import op, precision
 # Sizes of operands that v6e computes once. Smaller ones take no time; of larger ones, XLA fuses the GELU
 # into the product before it, which then takes 0.71 ms in place of 0.44 (4080 x 4096 x 8192).
 ONCE_BYTES = (2**20, 2**24)
+LANES, UNIT = 128, 256  # of a vector register; rows and columns of the matrix unit
 
 
 @op
@@ -43,6 +45,19 @@ def modulate_once(x: Array, *rows: Array, **how: Any) -> Array:
 
 
 ONCE_ON_V6E = {"linear": linear_once, "modulate": modulate_once}
+
+
+def heads_times(x: Array, matrix: np.ndarray) -> Array:
+    """Multiply each head of x (..., heads, head_dim) by a matrix of zeros and ones, head_dim times
+    head_dim; float32 (..., heads * head_dim). As many heads at once as fill the matrix unit: in
+    axes of their own, XLA would put another axis in the lanes, and copy all of x."""
+    wide, dim = x.reshape(*x.shape[:-2], -1), x.shape[-1]
+    width = wide.shape[-1]
+    unit = width if width % UNIT or UNIT % dim else UNIT
+    ones = jnp.asarray(np.kron(np.eye(unit // dim), matrix), x.dtype)
+    how = {"precision": precision(x), "preferred_element_type": jnp.float32}
+    made = [jnp.dot(wide[..., i : i + unit], ones, **how) for i in range(0, width, unit)]
+    return jnp.concatenate(made, axis=-1)
 
 
 def quantise_rows(x: Array) -> tuple[Array, Array]:

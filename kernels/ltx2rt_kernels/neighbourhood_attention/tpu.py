@@ -8,10 +8,10 @@ the frame `window` after it, both in one row of keys; the queries are zero where
 keys are. So no frame is multiplied that a query does not see.
 
 Columns of keys are copied for every block of columns, because a box may begin at any column and
-memory is addressed in tiles; rows and frames are read where they are. Heads of fewer than LANES
-numbers share the lanes. Rows of ones under the transposed values have the matrix unit add up the
-weights. As in `attention.tpu`, nothing is subtracted from small scores, and another kernel keeps a
-running maximum.
+memory is addressed in tiles; rows and frames are read where they are. Heads lie side by side, and a
+program reads LANES numbers of them: XLA would copy an axis of heads to and fro. Rows of ones under
+the transposed values have the matrix unit add up the weights. As in `attention.tpu`, nothing is
+subtracted from small scores, and another kernel keeps a running maximum.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ LEAST = 8  # in a smaller window a box would show each query less than a quarter
 # Scores of later frames, and of the next head, that are multiplied before a frame's values: of 2, 4,
 # 8 and all, 4 take the fewest bundles.
 AHEAD = 4
-# (groups, block, token of frames, block, token of rows, block, token of columns, LANES) -> (groups,
-# blocks by columns, rows, frames, tokens by frame, row, column, LANES)
+# (B, block, token of frames, block, token of rows, block, token of columns, numbers of all heads) ->
+# (B, blocks by columns, rows, frames, tokens by frame, row, column, numbers)
 IN_BLOCKS = (0, 5, 3, 1, 2, 4, 6, 7)
 
 
@@ -76,83 +76,89 @@ def neighbourhood_attention(
     axes = [_Axis.plan(*size) for size in sizes]
 
     # in float32, as in `attention`
-    q = (q.astype(jnp.float32) * (scale * math.log2(math.e))).astype(q.dtype)
-    run = partial(_attend, window=window, axes=axes, block=block, interpret=interpret)
-    return lax.cond(_is_small(q, k, v, window), run, partial(run, running=True), q, k, v)
+    powers = (q.astype(jnp.float32) * (scale * math.log2(math.e))).astype(q.dtype)
+    heads = [x.reshape(*x.shape[:4], -1) for x in (powers, k, v)]
+    run = partial(
+        _attend, dim=q.shape[5], window=window, axes=axes, block=block, interpret=interpret
+    )
+    small = _is_small(heads, q.shape[5], window)
+    return lax.cond(small, run, partial(run, running=True), *heads).reshape(q.shape)
 
 
 def _attend(
-    q: Array, k: Array, v: Array, *, window, axes, block, interpret: bool, running: bool = False
-) -> Array:
-    """Attend with q in powers of two. running: subtract the largest score so far."""
+    q: Array, k: Array, v: Array, *,
+    dim: int, window, axes, block, interpret: bool, running: bool = False,
+) -> Array:  # fmt: skip
+    """Attend with q in powers of two, heads of dim numbers side by side (B, frames, rows, columns,
+    numbers). running: subtract the largest score so far."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
 
     t, r, c = axes
-    dim, together = q.shape[5], LANES // q.shape[5]
-    groups = q.shape[0] * q.shape[4] // together
     counts = [len(x.boxes) for x in axes]
     padded = [n * size for n, size in zip(counts, block, strict=True)]
     missing = [(0, n - size) for n, size in zip(padded, q.shape[1:4], strict=True)]
-    blocks = jnp.pad(_by_group(q), ((0, 0), *missing, (0, 0)))
     pairs = (n for pair in zip(counts, block, strict=True) for n in pair)
-    blocks = blocks.reshape(groups, *pairs, LANES).transpose(IN_BLOCKS)
+    blocks = jnp.pad(q, ((0, 0), *missing, (0, 0)))
+    blocks = blocks.reshape(q.shape[0], *pairs, q.shape[4]).transpose(IN_BLOCKS)
     split = blocks.shape
-    blocks = blocks.reshape(*split[:4], -1, LANES)
+    blocks = blocks.reshape(*split[:4], -1, split[-1])
     tokens = blocks.shape[4]
     blocks = jnp.pad(blocks, (*[(0, 0)] * 4, (0, -tokens % LANES), (0, 0)))
 
     mask, tables = _masks(t, r, c)
-    one = (*[None] * 4, *blocks.shape[4:])
-    of_queries = pl.BlockSpec(one, lambda g, c, r, t, *_: (g, c, r, t, 0, 0))
+    size = blocks.shape[4]
+    of_queries = pl.BlockSpec(
+        (*[None] * 4, size, LANES), lambda b, g, c, r, t, *_: (b, c, r, t, 0, g)
+    )
     of_keys = pl.BlockSpec(
         (pl.squeezed, pl.squeezed, *map(pl.Element, (t.seen.shape[2], BOX, BOX, LANES))),
-        lambda g, c, r, t, frames, rows, *_: (g, c, frames[t], rows[r], 0, 0),
+        lambda b, g, c, r, t, frames, rows, *_: (b, c, frames[t], rows[r], 0, g * LANES),
     )
     of_mask = pl.BlockSpec(
         (None, None, *mask.shape[2:]),
-        lambda g, c, r, t, _t, _r, of_row, of_column, *_: (of_column[c], of_row[r], 0, 0),
+        lambda b, g, c, r, t, _t, _r, of_row, of_column, *_: (of_column[c], of_row[r], 0, 0),
     )
-    multiplied = (window[0] * together, BOX * BOX, blocks.shape[4])
+    multiplied = (window[0] * (LANES // dim), BOX * BOX, size)
     y: Any = pl.pallas_call(
         partial(_program, frames=window[0], dim=dim, running=running),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tables),
-            grid=blocks.shape[:4],
+            grid=(q.shape[0], q.shape[4] // LANES, *blocks.shape[1:4]),
             in_specs=[of_queries, of_keys, of_keys, of_mask],
             out_specs=of_queries,
             scratch_shapes=[pltpu.VMEM(multiplied, q.dtype)],
         ),
         out_shape=jax.ShapeDtypeStruct(blocks.shape, q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 4),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 5),
         interpret=interpret,
         name="neighbourhood_attention",
     )(*tables, blocks, _by_columns(k, c.boxes), _by_columns(v, c.boxes), mask)
     y = y[..., :tokens, :].reshape(split).transpose(np.argsort(IN_BLOCKS))
-    y = y.reshape(groups, *padded, LANES)
-    y = y[:, : q.shape[1], : q.shape[2], : q.shape[3]].reshape(q.shape[0], -1, *q.shape[1:4], LANES)
-    return jnp.moveaxis(y, 1, 4).reshape(q.shape)
+    y = y.reshape(q.shape[0], *padded, q.shape[4])
+    return y[:, : q.shape[1], : q.shape[2], : q.shape[3]]
 
 
-def _is_small(q: Array, k: Array, v: Array, window) -> Array:
-    """Whether softmax needs no shift, bool[]; q times the scale in powers of two."""
-    longest_q, longest_k = (
-        jnp.square(x.astype(jnp.float32)).sum(axis=5).max(axis=(0, 1, 2, 3)) for x in (q, k)
-    )
+def _is_small(heads: list[Array], dim: int, window) -> Array:
+    """Whether softmax needs no shift, bool[]; heads: q, times the scale in powers of two, k and v."""
+    longest_q, longest_k = (_longest(x, dim) for x in heads[:2])
     most = min(MAX_SCORE, MAX_SUM - math.log2(MAX_VALUE * math.prod(window)))
     scores = jnp.sqrt(longest_q * longest_k).max()
-    return (scores <= most) & (jnp.abs(v).max() <= MAX_VALUE)
+    return (scores <= most) & (jnp.abs(heads[2]).max() <= MAX_VALUE)
 
 
-def _by_group(x: Array) -> Array:
-    """-> (groups of heads, frames, rows, columns, LANES)"""
-    x = jnp.moveaxis(x.reshape(*x.shape[:4], -1, LANES), 4, 1)
-    return x.reshape(-1, *x.shape[2:])
+def _longest(x: Array, dim: int) -> Array:
+    """At least the largest square of a length, by the numbers of its head, float32 (numbers): a
+    product adds the squares up, which rounds them by 2^-9 at most."""
+    head = np.arange(x.shape[4]) // dim
+    ones = jnp.asarray(head[:, None] == head, x.dtype)
+    squares = jnp.square(x.astype(jnp.float32)).astype(x.dtype)
+    sums = jnp.dot(squares, ones, preferred_element_type=jnp.float32)
+    return sums.max(axis=(0, 1, 2, 3)) * (1 + 2**-7)
 
 
 def _by_columns(x: Array, begins: np.ndarray) -> Array:
-    """-> (groups of heads, blocks of columns, frames, rows, BOX, LANES)"""
-    x = _by_group(x)
+    """-> (B, blocks of columns, frames, rows, BOX, numbers of all heads)"""
     return jnp.stack([x[:, :, :, n : n + BOX] for n in map(int, begins)], axis=1)
 
 
@@ -183,7 +189,7 @@ def _program(
     (frames times heads, keys, tokens). running: subtract the largest score so far."""
     from jax.experimental import pallas as pl
 
-    block, (keys, tokens) = pl.program_id(3), mask.shape
+    block, (keys, tokens) = pl.program_id(4), mask.shape
     heads, pairs = LANES // dim, len(later) // len(begins)
     queries, zero = q[...].T, jnp.zeros((dim, tokens), q.dtype)
     place = lax.broadcasted_iota(jnp.int32, (dim, tokens), 1)
