@@ -89,7 +89,7 @@ def test_a_clip_is_each_of_its_parts_as_often_as_a_run_calls_it(tmp_path, monkey
     (output := tmp_path / "c.json").write_text(json.dumps({"rows": rows}))
     words = ["--cells", "real-time", "--times", "--topology", "tpu7x:2x2x1"]
     row = tpu_compile.main([*words, "--output", str(output)])["rows"][-1]
-    assert row["time_s"] == pytest.approx(2.0) and 1.5 < row["plan_s"] < 2.5
+    assert row["time_s"] == pytest.approx(1.9) and 1.5 < row["plan_s"] < 2.5
     assert "text-hd-2.5" in capsys.readouterr().out
 
 
