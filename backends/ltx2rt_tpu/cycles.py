@@ -58,8 +58,8 @@ SKIP = re.compile(
 SKIPPED = re.compile(r"^ *(?:0x)?([0-9a-f]+) PF: .*Start/End empty region (\d+)", re.MULTILINE)
 OPERATION = re.compile(r"\s*([\w\-]+)\((.*)", re.DOTALL)
 KERNEL = 'custom_call_target="tpu_custom_call"'
-# what neighbourhood attention gives: blocks in four axes, the tokens of a block, numbers of all heads,
-# of which a program makes 128
+# what neighbourhood attention gives: blocks in four axes, the tokens of a block, numbers of all heads
+# (a program makes 128 of them)
 BLOCKED = re.compile(r"neighbourhood_attention[\w.\-]* = \w+\[((?:\d+,){5}\d+)\]")
 MOVING = {
     "copy", "transpose", "slice", "dynamic-slice", "concatenate", "pad", "dynamic-update-slice",

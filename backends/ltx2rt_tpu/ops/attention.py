@@ -98,7 +98,7 @@ NEIGHBOURS = (4, 4, 8)
 def neighbourhood_attention(q: Array, k: Array, v: Array, window, first, scale: float) -> Array:
     """A loop over blocks of queries, each with the box of keys that its windows reach. Heads come
     first, and queries and keys of a block are one axis each: a TPU pads the last two axes. A column
-    of ones beside the values has the matrix unit add up the weights."""
+    of ones next to the values has the matrix unit add up the weights."""
     plans = map(window_blocks, q.shape[1:4], k.shape[1:4], window, first, NEIGHBOURS)
     begins, boxes, masks = zip(*plans, strict=True)
     block, box = ([mask.shape[i] for mask in masks] for i in (1, 2))

@@ -15,7 +15,8 @@ from ltx2rt_tpu.ops.table import op, precision
 # Sizes of operands that v6e computes once. Smaller ones take no time; of larger ones, XLA fuses the GELU
 # into the product before it, which then takes 0.71 ms in place of 0.44 (4080 x 4096 x 8192).
 ONCE_BYTES = (2**20, 2**24)
-LANES, UNIT = 128, 256  # of a vector register; rows and columns of the matrix unit
+LANES = 128
+UNIT = 256  # rows and columns of the matrix unit
 
 
 @op

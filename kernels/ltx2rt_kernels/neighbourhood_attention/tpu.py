@@ -8,7 +8,7 @@ the frame `window` after it, both in one row of keys; the queries are zero where
 keys are. So no frame is multiplied that a query does not see.
 
 Columns of keys are copied for every block of columns, because a box may begin at any column and
-memory is addressed in tiles; rows and frames are read where they are. Heads lie side by side, and a
+memory is addressed in tiles; rows and frames are read where they are. Heads are side by side, and a
 program reads LANES numbers of them: XLA would copy an axis of heads to and fro. Rows of ones under
 the transposed values have the matrix unit add up the weights. As in `attention.tpu`, nothing is
 subtracted from small scores, and another kernel keeps a running maximum.
