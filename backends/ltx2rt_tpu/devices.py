@@ -34,11 +34,10 @@ def _compiled(
 
 # By `ltx2rt compile --times` of LTX-2.5's distilled steps and decoder at 1920x1088x121,
 # on the chips' own meshes (docs/tpus.md). The share of neighbourhoods holds for the whole decoder:
-# its narrow products, too, reach less than a transformer's; on v6e it has
-# the kernel's bundles times its blocks.
+# its narrow products, too, reach less than a transformer's.
 COMPILED = (
-    _compiled("v6e", 0.68, 0.56, 0.049, 0.43),
-    _compiled("v7x", 0.87, 0.655, 0.060, 0.91),
+    _compiled("v6e", 0.68, 0.56, 0.063, 0.43),
+    _compiled("v7x", 0.87, 0.655, 0.082, 0.91),
 )
 
 
