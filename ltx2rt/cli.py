@@ -29,7 +29,7 @@ from ltx2rt.flags import MANY, keep_common
 from ltx2rt.notes import LOGGER, note
 from ltx2rt.ranks import facts
 from ltx2rt.ranks.crew import Crew
-from ltx2rt.suggest import Anything, flag_of, hint, instead, meant, of_files
+from ltx2rt.suggest import Anything, flag_of, hint, instead, meant, of_files, with_texts_first
 from ltx2rt.system import ENDING, on_fatal
 from ltx2rt.version import VERSION
 
@@ -150,6 +150,7 @@ class Parser(argparse.ArgumentParser):
 
     def _translated(self, words: Sequence[str], known: Mapping[str, Any]) -> list[str]:
         """Replace words of other programs where their meaning is certain."""
+        words = with_texts_first(words) if "--prompt" in known else words
         leading = [*takewhile(lambda word: not word.startswith("-"), words)]
         if leading and "--prompt" in known and (files := of_files(leading, known, words)):
             self.read_as.append(f"read as {shlex.join(files)}")

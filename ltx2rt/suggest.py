@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from itertools import takewhile
 from mimetypes import guess_type
-from os.path import isfile
+from os.path import exists, isfile
 from types import SimpleNamespace
 from typing import Any
 
@@ -167,6 +168,20 @@ def meant(words: Sequence[str], known: Mapping[str, Any]) -> tuple[list[str], li
 def flag_of(path: str) -> str:
     """The flag that a file is for, by its kind; "" for a file of no kind that is known."""
     return INPUTS.get((guess_type(path)[0] or "").partition("/")[0], "")
+
+
+def with_texts_first(words: Sequence[str]) -> list[str]:
+    """The words of a command line, first texts that are no first value of a flag, as words without
+    one: `--output fox.mp4 "a fox"`. A text is no path that exists and has no ending, and a space
+    unless it could only be a file to write."""
+    texts, flag = list[int](), "--prompt"
+    for i, word in enumerate(takewhile("--".__ne__, words)):
+        if word.startswith("-"):
+            flag = word
+        elif not flag.startswith("--prompt") and words[i - 1] != flag and not exists(word):
+            text = " " in word or (flag == "--output" and "/" not in word)
+            texts += [i] * (text and not re.search(r"\.[A-Za-z]\w+(:\S*)?$", word))
+    return [words[i] for i in texts] + [x for i, x in enumerate(words) if i not in texts]
 
 
 def of_files(

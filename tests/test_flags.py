@@ -45,7 +45,7 @@ from ltx2rt.serve.fields import front, offered, schema, uploads, value
 from ltx2rt.serve.options import ServeOptions, parse_bytes
 from ltx2rt.serve.upload import MAX_BYTES
 from ltx2rt.session.options import ModelOptions
-from ltx2rt.suggest import MEANT, meant, nearest, of_files
+from ltx2rt.suggest import MEANT, meant, nearest, of_files, with_texts_first
 from ltx2rt.train.prepare_flags import PrepareRequest
 from tests.conftest import refused
 
@@ -372,10 +372,32 @@ def test_words_that_are_no_flags_are_told(words, says, capsys):
     assert says in capsys.readouterr().err
 
 
-def test_a_text_without_a_flag_is_the_prompt(capsys):
-    assert cli.main(["generate", "--output", "o.mp4", "--model", "no/such/folder", "a fox"]) == 2
+@pytest.mark.parametrize("words", [
+    ["--output", "o.mp4", "--model", "no/such/folder", "a fox"],
+    ["--model", "no/such/folder", "--output", "o.mp4", "a.wav", "a fox"],
+    ["--output", "o.mp4", "--model", "no/such/folder", "--lora", "a.safetensors:0.5", "a fox"],
+], ids=len)  # fmt: skip
+def test_a_text_without_a_flag_is_the_prompt(words, capsys):
+    assert cli.main(["generate", *words]) == 2
     told = capsys.readouterr().err
     assert "read as --prompt 'a fox'" in told and "no/such/folder" in told.splitlines()[-1]
+
+
+@pytest.mark.parametrize(("typed", "read"), [
+    ('--output o.mp4 "a fox"', '"a fox" --output o.mp4'), ("--output o.mp4 fox", "fox --output o.mp4"),
+    ('--output o.mp4 a red fox --seed 1', 'a red fox --output o.mp4 --seed 1'),
+    ('--image a.png:0:0.5 b.png "a fox. It runs"', '"a fox. It runs" --image a.png:0:0.5 b.png'),
+    *((line, line) for line in (
+        '--output "a fox"', "--output o.mp4 clips/o", '--output o.mp4 "my clip.wmv"', "--output o.mp4 HERE",
+        "--lora style detail", '--image a.png "my photo.jpg:last"', '--prompt-at "0:1=a fox" "a dog"',
+        '-- --output o.mp4 "a fox"',
+    )),
+])  # fmt: skip
+def test_a_text_among_files_is_a_word_without_a_flag(typed, read, tmp_path, monkeypatch):
+    """But not the only value, nor what may be a file that is not there."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "HERE").mkdir()
+    assert with_texts_first(shlex.split(typed)) == shlex.split(read)
 
 
 def test_a_name_that_resembles_nothing_gets_no_guess():
