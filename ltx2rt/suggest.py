@@ -172,15 +172,17 @@ def flag_of(path: str) -> str:
 
 def with_texts_first(words: Sequence[str]) -> list[str]:
     """The words of a command line, first texts that are no first value of a flag, as words without
-    one: `--output fox.mp4 "a fox"`. A text is no path that exists and has no ending, and a space
-    unless it could only be a file to write."""
+    one: `--output fox.mp4 "a fox"`. A text is no path that exists, nor one with a place behind it,
+    and no LoRA, which may have such a name; it has no ending, and a space unless it could only be a
+    file to write."""
     texts, flag = list[int](), "--prompt"
     for i, word in enumerate(takewhile("--".__ne__, words)):
         if word.startswith("-"):
             flag = word
-        elif not flag.startswith("--prompt") and words[i - 1] != flag and not exists(word):
+        elif not (re.match("--prompt|.*lora", flag) or words[i - 1] == flag):
+            there = exists(word) or exists(word.partition(":")[0])
             text = " " in word or (flag == "--output" and "/" not in word)
-            texts += [i] * (text and not re.search(r"\.[A-Za-z]\w+(:\S*)?$", word))
+            texts += [i] * (text and not there and not re.search(r"\.[A-Za-z]\w+(:\S*)?$", word))
     return [words[i] for i in texts] + [x for i, x in enumerate(words) if i not in texts]
 
 

@@ -8,7 +8,7 @@ from tests.counts import FIGURES, NAMED, RELEASES, depth, naming, statements, to
 # Ceilings. One that has to go up says why in the commit that raises it.
 MOST = {"duration head": 6, "diffusion decoder": 6, "temporal upsampler": 5, "float8": 8}
 MOST_OF = dict(zip(FIGURES, (4, 0, 213, 0, 0, 0), strict=True))
-MOST_STATEMENTS, MOST_TOKENS = 41_110, 504_459
+MOST_STATEMENTS, MOST_TOKENS = 41_111, 504_479
 
 
 def test_no_module_compares_releases():

@@ -375,7 +375,7 @@ def test_words_that_are_no_flags_are_told(words, says, capsys):
 @pytest.mark.parametrize("words", [
     ["--output", "o.mp4", "--model", "no/such/folder", "a fox"],
     ["--model", "no/such/folder", "--output", "o.mp4", "a.wav", "a fox"],
-    ["--output", "o.mp4", "--model", "no/such/folder", "--lora", "a.safetensors:0.5", "a fox"],
+    ["--output", "o.mp4", "--model", "no/such/folder", "--image", "a.png:0:0.5", "a fox"],
 ], ids=len)  # fmt: skip
 def test_a_text_without_a_flag_is_the_prompt(words, capsys):
     assert cli.main(["generate", *words]) == 2
@@ -389,14 +389,16 @@ def test_a_text_without_a_flag_is_the_prompt(words, capsys):
     ('--image a.png:0:0.5 b.png "a fox. It runs"', '"a fox. It runs" --image a.png:0:0.5 b.png'),
     *((line, line) for line in (
         '--output "a fox"', "--output o.mp4 clips/o", '--output o.mp4 "my clip.wmv"', "--output o.mp4 HERE",
-        "--lora style detail", '--image a.png "my photo.jpg:last"', '--prompt-at "0:1=a fox" "a dog"',
+        "--lora style detail", '--lora a.safetensors "my style:0.8"', '--image a.png "MY FRAMES:3"',
+        '--image a.png "my photo.jpg:last"', '--prompt-at "0:1=a fox" "a dog"',
         '-- --output o.mp4 "a fox"',
     )),
 ])  # fmt: skip
 def test_a_text_among_files_is_a_word_without_a_flag(typed, read, tmp_path, monkeypatch):
     """But not the only value, nor what may be a file that is not there."""
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "HERE").mkdir()
+    for name in ("HERE", "MY FRAMES"):
+        (tmp_path / name).mkdir()
     assert with_texts_first(shlex.split(typed)) == shlex.split(read)
 
 
